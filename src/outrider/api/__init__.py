@@ -1,0 +1,1 @@
+"""The front door: train(), the builder, the handle and its metrics."""

@@ -1,0 +1,177 @@
+"""The handle of a run: epochs as they end, the trained state, and a way to stop.
+
+Decides how a program waits for its run; the ranks are watched by `runtime.ranks`, or are this very process.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from outrider.errors import OutriderError
+from outrider.runtime.folder import RunFolder, load_model
+from outrider.runtime.messages import Link, Message
+from outrider.runtime.metrics import EpochMetrics, from_json
+from outrider.runtime.ranks import Ranks
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a run that ended gives: its epochs and, in its folder, the model and the records."""
+
+    epochs: tuple[EpochMetrics, ...]
+    run_dir: Path
+
+    @property
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return load_model(self.run_dir / "model.safetensors")
+
+    def load_into(self, model: Model) -> Model:
+        """Load the trained parameters and buffers into a model of the same architecture, and return it."""
+        model.load_state_dict(self.state_dict)
+        return model
+
+
+class Run(abc.ABC):
+    """A run under way: iterate over its epochs, `poll()`, `stop()` or `join()` it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self.epochs: list[EpochMetrics] = []
+        """The epochs that ended and were seen so far."""
+        self._num_polled = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """What the run leaves behind; under torchrun rank 0's folder, once the ranks have met."""
+        return self._folder.path
+
+    def __iter__(self) -> Iterator[EpochMetrics]:
+        """Each epoch as it ends, from the first; raises what made a rank fail."""
+        seen = 0
+        while True:
+            while seen < len(self.epochs):
+                seen += 1
+                yield self.epochs[seen - 1]
+            if not self._advance(timeout_s=None):
+                return
+
+    def poll(self) -> list[EpochMetrics]:
+        """The epochs that ended since the last poll, without waiting."""
+        while self._advance(timeout_s=0.0) and self._has_more():
+            pass
+        fresh = self.epochs[self._num_polled :]
+        self._num_polled = len(self.epochs)
+        return fresh
+
+    def join(self) -> Trained:
+        """Wait for the end of the run; raises what made a rank fail."""
+        for _ in self:
+            pass
+        return Trained(epochs=tuple(self.epochs), run_dir=self.run_dir)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    @abc.abstractmethod
+    def is_running(self) -> bool: ...
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Ask the run to end after the current window; what was learned is kept."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the run at once; nothing of it is left running."""
+
+    @abc.abstractmethod
+    def _advance(self, timeout_s: float | None) -> bool:
+        """Wait for news; false when there will be none, or none came in time."""
+
+    def _has_more(self) -> bool:
+        return True
+
+
+class StartedRun(Run):
+    """A run whose ranks this program started."""
+
+    def __init__(self, ranks: Ranks, folder: RunFolder, *, on_message: Callable[[Message], None]) -> None:
+        super().__init__(folder)
+        self.ranks = ranks
+        self._on_message = on_message
+
+    @property
+    def is_running(self) -> bool:
+        return self.ranks.is_running
+
+    def stop(self) -> None:
+        self.ranks.stop()
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def _advance(self, timeout_s: float | None) -> bool:
+        message = self.ranks.next_message(timeout_s)
+        if message is None:
+            if timeout_s is None or not self.ranks.is_running:
+                self.ranks.wait()
+                self.ranks.raise_error()
+            return False
+        if message.kind == "epoch":
+            self.epochs.append(from_json(message.fields))
+        self._on_message(message)
+        return True
+
+
+class AdoptedRun(Run):
+    """A run in which this process is one of the ranks: it trains while somebody waits for it."""
+
+    def __init__(self, training: Iterator[EpochMetrics], link: Link, folder: RunFolder) -> None:
+        super().__init__(folder)
+        self._training = training
+        self._link = link
+        self._has_ended = False
+
+    @property
+    def is_running(self) -> bool:
+        return not self._has_ended
+
+    def stop(self) -> None:
+        self._link.stop_requested.set()
+
+    def close(self) -> None:
+        self._has_ended = True
+        if hasattr(self._training, "close"):
+            self._training.close()
+
+    def _advance(self, timeout_s: float | None) -> bool:
+        if self._has_ended:
+            return False
+        try:
+            self.epochs.append(next(self._training))
+        except StopIteration:
+            self._has_ended = True
+            return False
+        except OutriderError:
+            self._has_ended = True
+            raise
+        return True
+
+    def _has_more(self) -> bool:
+        # One epoch per poll: training happens here, and the caller has its own work to do.
+        return False

@@ -1,0 +1,107 @@
+"""The options of a training run by name: what exists, what a mistyped one may have meant, how values are read.
+
+Decides the public spelling of options; their meaning and checks live with Recipe and RunConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from outrider.average.outer import Outer
+from outrider.errors import ConfigError, nearest
+from outrider.replica.recipe import EvaluateFunction, Recipe, SchedulerFactory, check_choice
+from outrider.runtime.config import RunConfig
+from outrider.runtime.context import EpochContext
+
+OUTERS = ("none", "nesterov", "slowmo")
+
+
+class Options(TypedDict, total=False):
+    """Everything `train()` takes besides model, optimizer, step and dataset."""
+
+    batch_size: int
+    epochs: int
+    policy: Literal["sync", "balanced", "cadence", "async", "independent"]
+    backend: Literal["auto", "cpu", "nccl"]
+    devices: str | Sequence[str]
+    evaluate: EvaluateFunction | None
+    eval_dataset: Any
+    anchor: int | None
+    min_anchor: int
+    max_anchor: int
+    overhead_target: float
+    drift_threshold: float | None
+    guard: bool
+    max_batch_diff: int | None
+    max_overshoot: int
+    shares: Sequence[float] | None
+    speed_hints: Sequence[float] | None
+    max_grad_norm: float | None
+    accumulate: int
+    precision: Literal["fp32", "bf16"]
+    scheduler: SchedulerFactory | None
+    lr_scale: float
+    average_optimizer: bool
+    outer: Literal["none", "nesterov", "slowmo"] | Outer
+    seed: int
+    epoch_start: Callable[[EpochContext], None] | None
+    epoch_end: Callable[[EpochContext], None] | None
+    checkpoint_every: float | None
+    resume: str | PathLike[str] | None
+    verify: bool
+    run_dir: str | PathLike[str] | None
+    workers: int
+    collate: Callable[[list[Any]], Any] | None
+    resident: bool | Literal["auto"]
+    shuffle: bool
+    port: int
+    timeout_s: float
+    record_schedule: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A whole run, checked."""
+
+    recipe: Recipe
+    config: RunConfig
+
+
+def make_order(required: Mapping[str, Any], options: Mapping[str, Any]) -> Order:
+    """Check names, read values and build the recipe and the run's conditions."""
+    _check_names(options)
+    given = {name: _read(name, value) for name, value in {**required, **options}.items()}
+    if "batch_size" not in given:
+        raise ConfigError("batch_size is missing", hint="pass batch_size=64")
+    config_names = {field.name for field in fields(RunConfig)}
+    return Order(
+        recipe=Recipe(**{name: value for name, value in given.items() if name not in config_names}),
+        config=RunConfig(**{name: value for name, value in given.items() if name in config_names}),
+    )
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    valid = Options.__annotations__
+    for name in options:
+        if name not in valid:
+            close = nearest(name, valid)
+            hint = f"did you mean {close!r}?" if close else "see the options of outrider.train"
+            raise ConfigError(f"unknown option {name!r}", hint=hint)
+
+
+def _read(name: str, value: Any) -> Any:
+    """Sequences become tuples, paths become Paths, names of outer optimizers become their settings."""
+    if name in ("shares", "speed_hints") and value is not None:
+        return tuple(float(part) for part in value)
+    if name == "devices" and not isinstance(value, str):
+        return tuple(str(part) for part in value)
+    if name in ("run_dir", "resume") and value is not None:
+        return Path(value).expanduser().absolute()
+    if name == "outer" and not isinstance(value, Outer):
+        check_choice("outer", value, OUTERS)
+        return Outer(kind=value)
+    return value

@@ -1,0 +1,145 @@
+"""`train()`: one call that trains a model on all devices and returns a handle at once.
+
+Decides whether to start ranks or to be one; everything else is the runtime's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Unpack
+
+from outrider.api.handle import AdoptedRun, Run, StartedRun
+from outrider.api.options import Options, Order, make_order
+from outrider.errors import DeviceError
+from outrider.machine.devices import cuda_devices, resolve_devices
+from outrider.replica import recipe as recipes
+from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
+from outrider.runtime import config as configs
+from outrider.runtime.entry import run_rank
+from outrider.runtime.environment import Environment, adopted, local_devices
+from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
+from outrider.runtime.launch import launch
+from outrider.runtime.messages import Link, Message, adopted_link
+from outrider.runtime.metrics import EpochMetrics
+from outrider.runtime.rank import RunSetting, train_rank
+from outrider.runtime.world import World, choose_backend
+
+
+def train(
+    model: ModelSource,
+    optimizer: OptimizerFactory,
+    step: StepFunction,
+    dataset: Any,
+    **options: Unpack[Options],
+) -> Run:
+    """Train one model on all devices; returns at once with a handle.
+
+    `model` is a module or a function that makes one, `optimizer` a function from parameters to an optimizer, and
+    `step(model, batch)` returns the loss, the mean over the batch. Under torchrun and its like this process is one of
+    the ranks and trains while the handle is iterated or joined; otherwise one process per device is started.
+    """
+    order = make_order({"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}, options)
+    return start(order)
+
+
+def start(order: Order, *, on_message: Callable[[Message], None] = lambda message: None) -> Run:
+    """Start what was ordered, or join it; `on_message` sees progress messages as the handle is waited on."""
+    environment = adopted()
+    if environment is not None:
+        return _adopt(order, environment)
+    return _start(order, on_message)
+
+
+def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
+    resolved = resolve_devices(order.config.devices, cuda_devices=cuda_devices())
+    choice = choose_backend(order.config.backend, resolved.devices)
+    _refuse_slices(resolved.devices)
+    folder = RunFolder(order.config.run_dir or _default_run_dir(order))
+    folder.create()
+    devices = tuple(str(spec) for spec in resolved.devices)
+    reasons = {"devices": resolved.reason, "backend": choice.reason}
+    folder.write_json("config.json", _config_json(order, devices=devices, backend=choice.backend, reasons=reasons))
+    setting = RunSetting(folder=folder.path, origin_s=time.time(), backend=choice.backend, devices=devices)
+    ranks = launch(
+        run_rank,
+        _payload(order, setting),
+        devices=resolved.devices,
+        log_dir=folder.path,
+        port=order.config.port,
+    )
+    return StartedRun(ranks, folder, on_message=on_message)
+
+
+def _payload(order: Order, setting: RunSetting) -> dict[str, Any]:
+    """Named parts, so that one that cannot be sent is named in the error."""
+    recipe, config = order.recipe, order.config
+    objects = {name: getattr(recipe, name) for name in sorted(recipes.OBJECTS)}
+    objects |= {name: getattr(config, name) for name in sorted(configs.OBJECTS)}
+    return {
+        "settings": recipes.plain(recipe),
+        "run_settings": configs.plain(config),
+        "setting": setting,
+        **{name: value for name, value in objects.items() if value is not None},
+    }
+
+
+def _adopt(order: Order, environment: Environment) -> Run:
+    specs = local_devices(environment, order.config.devices, cuda_devices=cuda_devices())
+    link = adopted_link(environment, devices=specs)
+    folder = RunFolder(order.config.run_dir or _default_run_dir(order))
+    return AdoptedRun(_train_here(order, link, folder), link, folder)
+
+
+def _train_here(order: Order, link: Link, folder: RunFolder) -> Iterator[EpochMetrics]:
+    with World.join(link, timeout_s=order.config.timeout_s) as world:
+        choice = choose_backend(order.config.backend, world.specs)
+        devices = tuple(str(spec) for spec in world.specs)
+        shared = world.exchange_json({"folder": str(folder.path), "origin_s": time.time()})[0]
+        folder.path = Path(shared["folder"])
+        if world.rank == 0:
+            folder.create()
+            reasons = {"devices": "of the ranks that were there", "backend": choice.reason}
+            folder.write_json(
+                "config.json", _config_json(order, devices=devices, backend=choice.backend, reasons=reasons)
+            )
+        setting = RunSetting(folder=folder.path, origin_s=shared["origin_s"], backend=choice.backend, devices=devices)
+        yield from train_rank(link, order.recipe, order.config, world=world, setting=setting)
+
+
+def _config_json(order: Order, *, devices: tuple[str, ...], backend: str, reasons: dict[str, str]) -> dict[str, Any]:
+    names = {name: _name_of(getattr(order.recipe, name)) for name in sorted(recipes.OBJECTS)}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "devices": devices,
+        "backend": backend,
+        "reasons": reasons,
+        "options": recipes.settings(order.recipe) | configs.settings(order.config),
+        "objects": names,
+    }
+
+
+def _name_of(thing: object) -> str | None:
+    if thing is None:
+        return None
+    return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def _default_run_dir(order: Order) -> Path:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = Path.cwd() / "runs" / f"{stamp}-{order.recipe.policy}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stamp}-{order.recipe.policy}-{number}")
+    return path
+
+
+def _refuse_slices(devices: tuple[Any, ...]) -> None:
+    for spec in devices:
+        if spec.share is not None:
+            raise DeviceError(
+                f"{spec}: slices of a GPU cannot be started yet", hint=f"pass {spec.torch_name} for the whole GPU"
+            )

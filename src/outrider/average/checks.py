@@ -1,0 +1,132 @@
+"""Decides whether an average was exact, by checksums at each stage: snapshot, sum, load.
+
+Does not change anything that is averaged. Called by the averagers, at each stage, when a run is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.average.exchange import Exchange
+from outrider.errors import VerifyError
+
+Gather = Callable[[Sequence[int]], list[list[int]]]
+
+
+class Checks(Protocol):
+    """What an averager tells whoever checks it, in this order; `loaded` or `corrected` ends an average."""
+
+    def begins(self, exchange: Exchange) -> None: ...
+
+    def snapshot_is_read(self, exchange: Exchange) -> None: ...
+
+    def is_summed(self, exchange: Exchange) -> None: ...
+
+    def is_applied(self, exchange: Exchange) -> None: ...
+
+    def is_prepared(self, exchange: Exchange) -> None: ...
+
+    def is_loaded(self, exchange: Exchange) -> None: ...
+
+    def is_corrected(self, exchange: Exchange) -> None: ...
+
+
+class Unchecked:
+    """For runs that are not verified."""
+
+    def begins(self, exchange: Exchange) -> None:
+        pass
+
+    snapshot_is_read = is_summed = is_applied = is_prepared = is_loaded = is_corrected = begins
+
+
+class Verifier:
+    """Raises a VerifyError that names rank, window and stage as soon as a checksum differs.
+
+    `gather` returns the integers of every rank, as GroupCollective.gather does; it is called once per average, after
+    the sum, in the same order on all ranks, so that all of them learn of a mismatch on any. `window` counts averages
+    from 0.
+    """
+
+    def __init__(self, rank: int, gather: Gather) -> None:
+        self.rank = rank
+        self.window = -1
+        self._gather = gather
+        self._arena = self._snapshot = self._sum = self._ref = self._correction = 0
+
+    def begins(self, exchange: Exchange) -> None:
+        self.window += 1
+        self._arena = _arena_checksum(exchange)
+
+    def snapshot_is_read(self, exchange: Exchange) -> None:
+        self._snapshot = _wrap(sum(checksum(part.snapshot) for part in exchange.parts))
+
+    def is_summed(self, exchange: Exchange) -> None:
+        self._sum = _wrap(sum(checksum(part.summed) for part in exchange.parts))
+
+    def is_applied(self, exchange: Exchange) -> None:
+        self._ref = _ref_checksum(exchange)
+        rows = self._gather([self._arena, self._snapshot, self._sum, self._ref])
+        for rank, (arena, snapshot, _, _) in enumerate(rows):
+            self._compare(rank, "snapshot", arena=arena, snapshot=snapshot)
+        for rank, (_, _, summed, ref) in enumerate(rows):
+            self._compare(rank, "sum", rank_0=rows[0][2], here=summed)
+            self._compare(rank, "sum", rank_0_mean=rows[0][3], mean_here=ref)
+
+    def is_prepared(self, exchange: Exchange) -> None:
+        self._correction = _wrap(sum(checksum(part.correction[: part.plan.num_body]) for part in exchange.parts))
+
+    def is_loaded(self, exchange: Exchange) -> None:
+        # The mean was found identical on all ranks before, so equal to it is equal everywhere.
+        self._compare(self.rank, "load", mean=_ref_checksum(exchange), arena=_arena_checksum(exchange))
+
+    def is_corrected(self, exchange: Exchange) -> None:
+        self._compare(self.rank, "load", mean_when_settled=self._ref, mean=_ref_checksum(exchange))
+        delivered = _wrap(sum(checksum(part.delivered[: part.plan.num_body]) for part in exchange.parts))
+        self._compare(self.rank, "load", correction_when_prepared=self._correction, correction=delivered)
+
+    def _compare(self, rank: int, stage: str, **sums: int) -> None:
+        if len(set(sums.values())) > 1:
+            found = ", ".join(f"{name} {value & (2**64 - 1):016x}" for name, value in sums.items())
+            raise VerifyError(
+                f"rank {rank}, window {self.window}: checksum mismatch at stage '{stage}': {found}",
+                hint="memory was written while an average read it: report this with the run folder",
+                rank=rank,
+            )
+
+
+def checksum(values: Tensor, *, start: int = 0) -> int:
+    """Exact in any order of summation: the bits of each element, times an odd number made of its position."""
+    bits = values.detach().view(torch.int64 if values.element_size() == 8 else torch.int32)
+    weights = torch.arange(start, start + values.numel(), dtype=torch.int64, device=values.device).mul_(2).add_(1)
+    return int(weights.mul_(bits).sum())
+
+
+def _arena_checksum(exchange: Exchange) -> int:
+    return _wrap(
+        sum(
+            checksum(section.source.to(part.plan.dtype), start=section.start)
+            for part in exchange.parts
+            for section in part.plan.sections
+        )
+    )
+
+
+def _ref_checksum(exchange: Exchange) -> int:
+    """Of what the arena becomes: rounded to its dtypes."""
+    return _wrap(
+        sum(
+            checksum(section.of(part.ref).to(section.source.dtype).to(part.plan.dtype), start=section.start)
+            for part in exchange.parts
+            for section in part.plan.sections
+        )
+    )
+
+
+def _wrap(value: int) -> int:
+    """Modulo 2**64 as a signed integer, so that it fits an int64 tensor."""
+    return (value + 2**63) % 2**64 - 2**63

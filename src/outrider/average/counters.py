@@ -1,0 +1,48 @@
+"""Decides what becomes of integer and bool buffers in an average: every counter takes the largest value of all ranks.
+
+Does not touch float values. Called by Exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.average.arena import Arena
+
+
+class Counters:
+    """The integers of a model in one int64 tensor; `maxima` is what the ranks take the maximum of."""
+
+    def __init__(self, arena: Arena, *, device: torch.device) -> None:
+        self._arena = arena
+        sizes = [tensor.numel() for tensor in arena.integers]
+        is_pinned = arena.device.type == "cuda" and device.type == "cpu"
+        self._here = torch.zeros(sum(sizes), dtype=torch.int64, device=arena.device)
+        self._snapshot = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=is_pinned)
+        self.maxima = torch.zeros_like(self._snapshot, pin_memory=is_pinned)
+        self._views = [
+            view.view(tensor.shape) for view, tensor in zip(torch.split(self._here, sizes), arena.integers, strict=True)
+        ]
+
+    def stage(self) -> None:
+        if self._views:
+            torch._foreach_copy_(self._views, self._arena.integers)
+
+    def fetch(self) -> None:
+        self._snapshot.copy_(self._here, non_blocking=self._snapshot.is_pinned())
+
+    def pack(self) -> None:
+        self.maxima.copy_(self._snapshot)
+
+    def load(self) -> None:
+        if self._views:
+            self._here.copy_(self.maxima, non_blocking=self.maxima.is_pinned())
+            torch._foreach_copy_(self._arena.integers, self._views)
+
+    def correct(self) -> None:
+        """What was counted since the snapshot stays counted."""
+        if self._views:
+            missed = (self.maxima - self._snapshot).to(self._here.device)
+            self.stage()
+            self._here.add_(missed)
+            torch._foreach_copy_(self._arena.integers, self._views)

@@ -1,0 +1,1 @@
+"""Benchmarks: models, data, modes, peers, statistics."""

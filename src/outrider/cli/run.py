@@ -1,0 +1,53 @@
+"""`outrider run`: run a training script with the project's torch, on the devices named.
+
+Parses, hands over, and passes the exit code on; the script starts its own ranks. Needs no torch itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = "Example: outrider run --devices cpu,cpu@0.4 train.py --epochs 2"
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What follows the script belongs to the script."""
+DEVICES = "OUTRIDER_DEVICES"
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="The Python script to run; what follows it goes to it.")],
+    devices: Annotated[str | None, typer.Option("--devices", help="Devices of the ranks, cuda:0,cuda:1.")] = None,
+) -> None:
+    """Run a script with the active torch variant of this project."""
+    import os
+    import sys
+
+    from outrider.machine.variants import Store, active_interpreter, project_root
+
+    _check_script(script)
+    environment = {**os.environ, **_devices(devices)}
+    interpreter = active_interpreter(project_root(Path.cwd()), Store.of_user()) or Path(sys.executable)
+    command = [str(interpreter), str(script), *context.args]
+    sys.stdout.flush()
+    # Replaced, not started: signals and the exit code reach the script and the shell unchanged.
+    os.execve(command[0], command, environment)
+
+
+def _devices(devices: str | None) -> dict[str, str]:
+    from outrider.machine.devices import parse_devices
+
+    if devices is None:
+        return {}
+    if devices != "auto":
+        parse_devices(devices)
+    return {DEVICES: devices}
+
+
+def _check_script(script: Path) -> None:
+    from outrider.errors import ConfigError
+
+    if not script.is_file():
+        raise ConfigError(f"there is no script {script}", hint="options of outrider come before the script")

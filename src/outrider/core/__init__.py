@@ -1,0 +1,1 @@
+"""Algorithms without torch, clock or I/O: pace, plans, splits, ledger, weights, policies, simulator."""

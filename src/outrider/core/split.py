@@ -1,0 +1,272 @@
+"""Splits the batch of one shared step over the ranks so that the slowest is as quick as can be.
+
+Does not average: any split gives the same gradient, since each rank's part is weighted by its samples.
+Called by the policies balanced (Splitter) and sync (even), once per step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from outrider.core.effects import Batch, Decision, Report
+from outrider.core.timemodel import Cost, GivenCost, TimeModel, slowest_ms
+from outrider.core.weights import proportions
+from outrider.errors import ConfigError
+
+__all__ = ["Split", "Splitter", "TimeModel", "even", "minimise_slowest"]
+
+Caps = Sequence[int | None]
+
+REFIT_EVERY = 16
+# Fixed and per-sample cost can be told apart only if sizes vary; no split changes the gradient, so varying is free.
+EXPLORING_STEPS = 4
+EXPLORING_PART = 0.25
+DEAD_ZONE = 0.02
+# A rank that was left out is tried again now and then: it may have been slow for a while only.
+RETRY_EVERY = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Samples of each rank in one step, and why."""
+
+    samples: tuple[int, ...]
+    reason: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.samples)
+
+    def batch(self, rank: int, start: int) -> Batch:
+        """The rank's positions when all are dealt in rank order from `start`."""
+        return Batch(start + sum(self.samples[:rank]), self.samples[rank])
+
+
+def even(total: int, ranks: int) -> tuple[int, ...]:
+    """Equal parts; the first ranks take the remainder."""
+    each, left = divmod(total, ranks)
+    return (each + 1,) * left + (each,) * (ranks - left)
+
+
+def minimise_slowest(models: Sequence[Cost], total: int, caps: Caps | None = None) -> tuple[int, ...]:
+    """Samples per rank, at most `caps`, that sum to `total` and minimise the time of the slowest; exact.
+
+    Giving each sample to the rank that then has the smallest time is optimal, because a rank's time only grows.
+    All samples that fit below a time known to be too short are given at once, the few others one by one.
+    """
+    limits = _limits(len(models), total, caps)
+    counts = _below_optimum(models, limits, total)
+    queue = [
+        (model.fixed_ms + model.per_sample_ms * (counts[rank] + 1), rank)
+        for rank, model in enumerate(models)
+        if counts[rank] < limits[rank]
+    ]
+    heapq.heapify(queue)
+    for _ in range(total - sum(counts)):
+        _, rank = heapq.heappop(queue)
+        counts[rank] += 1
+        if counts[rank] < limits[rank]:
+            next_ms = models[rank].fixed_ms + models[rank].per_sample_ms * (counts[rank] + 1)
+            heapq.heappush(queue, (next_ms, rank))
+    return tuple(counts)
+
+
+def _limits(ranks: int, total: int, caps: Caps | None) -> list[int]:
+    limits = [total if cap is None else min(cap, total) for cap in caps or (None,) * ranks]
+    if sum(limits) < total:
+        listed = ", ".join("none" if cap is None else str(cap) for cap in caps or ())
+        raise ConfigError(
+            f"a batch of {total} samples does not fit: the ranks can hold {sum(limits)} (caps {listed})",
+            hint="lower batch_size, raise the caps or add a device",
+        )
+    return limits
+
+
+def _below_optimum(models: Sequence[Cost], limits: list[int], total: int) -> list[int]:
+    """Counts that fit in a time just too short for the whole batch."""
+    too_short, enough = 0.0, max((m.fixed_ms + m.per_sample_ms * total for m in models), default=0.0)
+    best = [0] * len(models)
+    for _ in range(60):
+        middle = (too_short + enough) / 2
+        counts = [_fitting(model, middle, limit) for model, limit in zip(models, limits, strict=True)]
+        if sum(counts) > total:
+            enough = middle
+            continue
+        too_short, best = middle, counts
+        if sum(counts) >= total - 2 * len(models):
+            break
+    return best
+
+
+def _fitting(model: Cost, time_ms: float, limit: int) -> int:
+    """Most samples that a rank can do in the time."""
+    fixed_ms, per_sample_ms = model.fixed_ms, model.per_sample_ms
+    if limit == 0 or fixed_ms + per_sample_ms > time_ms:
+        return 0
+    if per_sample_ms * limit <= time_ms - fixed_ms:
+        return limit
+    count = int((time_ms - fixed_ms) / per_sample_ms)
+    # Division rounds: compare the very numbers that the optimum is measured by.
+    while fixed_ms + per_sample_ms * count > time_ms:
+        count -= 1
+    return count
+
+
+class Splitter:
+    """Learns what samples cost on each rank, and splits batches by it."""
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        shares: Sequence[float] | None = None,
+        speed_hints: Sequence[float] | None = None,
+        caps: Caps | None = None,
+    ) -> None:
+        self._world_size = world_size
+        self._shares = None if shares is None else proportions("shares", shares, world_size=world_size)
+        self._hints = None if speed_hints is None else proportions("speed_hints", speed_hints, world_size=world_size)
+        self._caps = _checked_caps(caps, world_size)
+        self._models = [TimeModel() for _ in range(world_size)]
+        self._num_steps = 0
+        # The first even step counts too: it tells around which split to vary.
+        self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
+        self._usual: Split | None = None
+        self._decided: tuple[int, ...] | None = None
+
+    def next(self, total: int) -> Split:
+        """The split of the next step; the same until something is learned."""
+        split = self._usual
+        if split is not None and split.total == total:
+            return split
+        made = self._made(total)
+        # The short batch at the end of an epoch must not displace the usual split.
+        if split is None or total > split.total:
+            self._usual = made
+        return made
+
+    def learn(self, report: Report) -> list[Decision]:
+        """Take in one step's times; returns a decision when the split changes for good."""
+        self._num_steps += 1
+        if self._num_steps == 1 or self._shares is not None:
+            # The first step carries the warm-up of every device.
+            return []
+        has_shifted = False
+        for model, facts in zip(self._models, report.ranks, strict=True):
+            if facts.samples and facts.compute_ms > 0:
+                has_shifted |= model.observe(facts.samples, facts.compute_ms)
+        if self._exploring_left or has_shifted or self._num_steps % REFIT_EVERY == 0:
+            return self._refit()
+        return []
+
+    def share(self, rank: int) -> float:
+        """The rank's part of a batch; by the options or equal before the first one."""
+        if self._usual is not None and self._usual.total:
+            return self._usual.samples[rank] / self._usual.total
+        given = self._shares or self._hints
+        return given[rank] if given else 1 / self._world_size
+
+    def state(self) -> dict[str, Any]:
+        split = self._usual
+        return {
+            "models": [model.state() for model in self._models],
+            "num_steps": self._num_steps,
+            "exploring_left": self._exploring_left,
+            "decided": self._decided and list(self._decided),
+            "split": split and {"samples": list(split.samples), "reason": split.reason},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what was learned; options given anew for this run stay in force."""
+        if len(state["models"]) != self._world_size:
+            raise ConfigError(
+                f"the saved splitter has {len(state['models'])} ranks, got world_size={self._world_size}",
+                hint="resume with the same number of devices",
+            )
+        self._models = [TimeModel.restored(entry) for entry in state["models"]]
+        self._num_steps = state["num_steps"]
+        self._exploring_left = state["exploring_left"]
+        self._decided = state["decided"] and tuple(state["decided"])
+        split = state["split"]
+        self._usual = split and Split(samples=tuple(split["samples"]), reason=split["reason"])
+
+    def _refit(self) -> list[Decision]:
+        for model in self._models:
+            model.fit()
+        if self._usual is None or not any(model.is_known for model in self._models):
+            return []
+        if self._exploring_left:
+            return self._explore()
+        if 0 in self._usual.samples and self._num_steps % RETRY_EVERY == 0:
+            self._exploring_left = EXPLORING_STEPS + 1
+            return self._explore()
+        best = self._best(self._usual.total)
+        now_ms, best_ms = slowest_ms(self._costs(), self._usual.samples), slowest_ms(self._costs(), best)
+        return self._adopt(best) if best_ms < (1 - DEAD_ZONE) * now_ms else []
+
+    def _explore(self) -> list[Decision]:
+        assert self._usual is not None
+        total = self._usual.total
+        self._exploring_left -= 1
+        if self._exploring_left == 0:
+            return self._adopt(self._best(total))
+        self._usual = self._made(total)
+        return []
+
+    def _adopt(self, samples: tuple[int, ...]) -> list[Decision]:
+        reason = f"slowest rank takes {slowest_ms(self._costs(), samples):.2f} ms by the fitted times"
+        self._usual = Split(samples=samples, reason=reason)
+        before, self._decided = self._decided, samples
+        if samples == before:
+            return []
+        return [Decision("split", samples, reason, {"from": before, "to": samples})]
+
+    def _made(self, total: int) -> Split:
+        if self._shares is not None:
+            return Split(samples=self._in_proportion(total, self._shares), reason="shares as given")
+        if not any(model.is_known for model in self._models):
+            parts = self._hints or (1.0,) * self._world_size
+            reason = "speed_hints as given" if self._hints else "even: nothing measured yet"
+            return Split(samples=self._in_proportion(total, parts), reason=reason)
+        if self._exploring_left:
+            return Split(samples=self._varied(total), reason="sizes varied to tell fixed from per-sample cost")
+        return Split(samples=self._best(total), reason="by the fitted times")
+
+    def _best(self, total: int) -> tuple[int, ...]:
+        return minimise_slowest(self._costs(), total, self._caps)
+
+    def _varied(self, total: int) -> tuple[int, ...]:
+        """The best split with every other rank up and the rest down by a quarter, changing places at each step."""
+        signs = [1 if (rank + self._exploring_left) % 2 else -1 for rank in range(self._world_size)]
+        # Two, so that a rank that was left out is measured again.
+        base = [max(2, count) for count in self._best(total)]
+        return self._in_proportion(
+            total, [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
+        )
+
+    def _in_proportion(self, total: int, parts: Sequence[float]) -> tuple[int, ...]:
+        return minimise_slowest([GivenCost(0.0, 1 / part) for part in parts], total, self._caps)
+
+    def _costs(self) -> Sequence[Cost]:
+        """The fitted times; a rank that has never had a sample is taken for an average one."""
+        known = [model for model in self._models if model.is_known]
+        if len(known) == self._world_size:
+            return self._models
+        typical = GivenCost(fmean(model.fixed_ms for model in known), fmean(model.per_sample_ms for model in known))
+        return [model if model.is_known else typical for model in self._models]
+
+
+def _checked_caps(caps: Caps | None, world_size: int) -> tuple[int | None, ...] | None:
+    if caps is None:
+        return None
+    if len(caps) != world_size or any(cap is not None and cap < 0 for cap in caps):
+        listed = ", ".join("none" if cap is None else str(cap) for cap in caps)
+        raise ConfigError(
+            f"caps must be one number >= 0 or none per rank, got {listed} for world_size={world_size}",
+            hint="leave caps out where memory does not bind",
+        )
+    return tuple(caps)

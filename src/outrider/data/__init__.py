@@ -1,0 +1,1 @@
+"""Which sample goes where: permutations, leases from the store, loaders, resident tensors."""

@@ -1,0 +1,197 @@
+"""A rank's access to batches by position, and the choice of how they get there.
+
+Decides which feed serves a data set (tensors, in the rank, by workers) and refuses data sets that none can.
+Does not decide which positions a rank takes. Called by the rank driver and the lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from outrider.core.effects import Batch
+from outrider.data.drawer import Collate
+from outrider.data.item_feed import ItemFeed
+from outrider.data.table import Table, as_table
+from outrider.data.tensor_feed import TensorFeed, host_feed, resident_feed
+from outrider.data.transfer import to_device
+from outrider.data.worker_feed import WorkerFeed
+from outrider.errors import ConfigError, DataError
+
+__all__ = ["Feed", "ItemFeed", "TensorFeed", "WorkerFeed", "make_feed", "open_dataset", "to_device"]
+
+Resident = bool | Literal["auto"]
+
+
+class Feed(Protocol):
+    """Batches by position in the epoch's order, collated, on the device."""
+
+    reason: str
+    """Why the data comes this way, in words."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def start_epoch(self, order: Tensor, epoch: int) -> None:
+        """Positions count in `order` from now on; what was announced before is forgotten."""
+
+    def announce(self, batches: Iterable[Batch]) -> None:
+        """These come next, in this order: read ahead if you can."""
+
+    def fetch(self, batch: Batch) -> Any:
+        """One batch of at least one sample; one that was never announced is read on the spot."""
+
+    def close(self) -> None:
+        """End what runs beside the rank; safe to call twice."""
+
+
+def make_feed(
+    dataset: Any,
+    *,
+    device: torch.device | str,
+    seed: int,
+    workers: int = 0,
+    collate: Collate | None = None,
+    resident: Resident = "auto",
+) -> Feed:
+    """The feed that serves this data set best; its `reason` says why."""
+    target = torch.device(device)
+    _check_options(workers=workers, collate=collate, resident=resident)
+    opened = open_dataset(dataset)
+    table = as_table(opened)
+    if table is not None and collate is None:
+        return _tensor_feed(table, device=target, resident=resident)
+    if resident is True:
+        raise ConfigError(
+            f"resident=True needs a data set made of tensors, got {_name(opened)}",
+            hint="make it a torch.utils.data.TensorDataset, or leave resident out",
+        )
+    source = opened if table is None else table
+    if workers == 0:
+        reason = f"{_name(opened)} is read in the rank (workers=0)"
+        return ItemFeed(source, device=target, seed=seed, collate=collate, reason=reason)
+    reason = f"{_name(opened)} is read ahead by workers ({workers})"
+    return WorkerFeed(source, device=target, workers=workers, seed=seed, collate=collate, reason=reason)
+
+
+def open_dataset(dataset: Any) -> Any:
+    """The data set itself, made first where a factory was given; refused where its samples cannot be handed out."""
+    opened = dataset() if _is_factory(dataset) else dataset
+    if _is_iterable_style(opened):
+        raise DataError(
+            f"{_name(opened)} is an iterable-style data set: its samples have no positions to hand out",
+            hint="use a map-style data set with __getitem__ and __len__, or collect the samples into a list",
+        )
+    if not hasattr(opened, "__getitem__"):
+        raise DataError(
+            f"{_name(opened)} is not a data set: it has no __getitem__",
+            hint="pass a map-style torch data set, tensors, or a function of no arguments that returns one",
+        )
+    if _length(opened) == 0:
+        raise DataError("the data set is empty", hint="it needs at least one sample; check its path, split or filter")
+    return opened
+
+
+def _length(dataset: Any) -> int:
+    table = as_table(dataset)
+    try:
+        return len(dataset if table is None else table)
+    except (TypeError, IndexError, NotImplementedError) as error:
+        raise DataError(
+            f"{_name(dataset)} has no length",
+            hint="define __len__, so that every sample can be handed out exactly once per epoch",
+        ) from error
+
+
+def _is_factory(dataset: Any) -> bool:
+    return isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__"))
+
+
+def _is_iterable_style(dataset: Any) -> bool:
+    # torch's IterableDataset inherits a __getitem__ that only raises.
+    return isinstance(dataset, IterableDataset | Iterator) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+def _check_options(*, workers: int, collate: Collate | None, resident: Resident) -> None:
+    if workers < 0:
+        raise ConfigError(f"workers must be >= 0, got {workers}", hint="0 reads the data in the rank itself")
+    if not isinstance(resident, bool) and resident != "auto":
+        raise ConfigError(
+            f"resident must be True, False or 'auto', got {resident!r}",
+            hint="'auto' keeps tensors on the device where they fit",
+        )
+    if resident is True and collate is not None:
+        raise ConfigError(
+            "resident=True cannot go with collate: tensors on the device are taken by index, not sample by sample",
+            hint="leave one of the two out",
+        )
+
+
+# Where the tensors of a table are kept.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placement:
+    is_resident: bool
+    reason: str
+
+
+def _tensor_feed(table: Table, *, device: torch.device, resident: Resident) -> TensorFeed:
+    placement = _place(table.num_bytes, device=device, resident=resident)
+    make = resident_feed if placement.is_resident else host_feed
+    return make(table, device=device, reason=placement.reason)
+
+
+def _place(needed_bytes: int, *, device: torch.device, resident: Resident) -> _Placement:
+    size = _in_words(needed_bytes)
+    if device.type == "cpu":
+        return _Placement(is_resident=False, reason=f"tensors of {size} in host memory, taken by index")
+    if resident is False:
+        return _Placement(is_resident=False, reason=f"tensors of {size} stay in host memory (resident=False)")
+    free_bytes = free_device_bytes(device)
+    if resident is True and free_bytes is not None and needed_bytes > free_bytes:
+        raise ConfigError(
+            f"resident=True needs {size} on {device}, {_in_words(free_bytes)} is free",
+            hint="leave resident out to keep the data in host memory",
+        )
+    if resident is True:
+        return _Placement(is_resident=True, reason=f"tensors of {size} kept on {device} (resident=True)")
+    return _place_where_it_fits(needed_bytes, free_bytes=free_bytes, device=device)
+
+
+def _place_where_it_fits(needed_bytes: int, *, free_bytes: int | None, device: torch.device) -> _Placement:
+    size = _in_words(needed_bytes)
+    if free_bytes is None:
+        return _Placement(
+            is_resident=False, reason=f"tensors of {size} stay in host memory: free memory of {device} is not known"
+        )
+    # Half is left to the model, its gradients and activations, which are not there yet.
+    verdict = f"half of the {_in_words(free_bytes)} free on {device}"
+    if needed_bytes * 2 > free_bytes:
+        return _Placement(is_resident=False, reason=f"tensors of {size} stay in host memory: more than {verdict}")
+    return _Placement(is_resident=True, reason=f"tensors of {size} kept on {device}: at most {verdict}")
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Free memory of an accelerator, or None where it cannot be known."""
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes)
+
+
+def _in_words(num_bytes: int) -> str:
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes} bytes"
+
+
+def _name(dataset: Any) -> str:
+    return type(dataset).__name__

@@ -1,0 +1,195 @@
+"""Where the boxes of a diagram go: layers from top to bottom, few crossings, straight main lines.
+
+Decides coordinates in pixels, not colours. The method is Sugiyama's: layers by longest path, order by barycentres,
+places by least squares under a minimum distance. Called by `svg`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider.flow.diagram import Arrow, Box, Diagram
+
+GAP_X, GAP_Y, MARGIN, HEAD = 26.0, 34.0, 28.0, 58.0
+LANE = 20.0
+"""Distance between the lines of recurrent states, at the right."""
+_LINE_HEIGHT, _LETTER, _BEND_WIDTH = 16.0, 6.7, 18.0
+_BOX_WEIGHT, _BEND_WEIGHT = 8.0, 1.0
+_SWEEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A box with its centre and its size."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """An arrow with the points it passes: (x, top, bottom) of each layer it crosses without stopping."""
+
+    arrow: Arrow
+    bends: tuple[Place, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Everything in its place."""
+
+    width: float
+    height: float
+    places: Mapping[str, Place]
+    routes: tuple[Route, ...]
+    states: tuple[Arrow, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Layering:
+    """Boxes and bends by layer, with who is above and below whom."""
+
+    layers: list[list[str]]
+    above: dict[str, list[str]] = field(default_factory=dict)
+    below: dict[str, list[str]] = field(default_factory=dict)
+    chains: dict[Arrow, list[str]] = field(default_factory=dict)
+
+    def link(self, upper: str, lower: str) -> None:
+        self.below.setdefault(upper, []).append(lower)
+        self.above.setdefault(lower, []).append(upper)
+
+
+def lay_out(diagram: Diagram) -> Layout:
+    """Place all boxes and route all arrows."""
+    forward = [arrow for arrow in diagram.arrows if not arrow.state]
+    states = tuple(arrow for arrow in diagram.arrows if arrow.state)
+    sizes = {box.name: size_of(box) for box in diagram.boxes}
+    layering = _layering(diagram.boxes, forward)
+    _order(layering)
+    xs = _columns(layering, sizes)
+    places = _places(layering, sizes, xs, min_width=_LETTER * 1.1 * max(len(diagram.title), len(diagram.subtitle)))
+    width = max(place.x + place.width / 2 for place in places.values()) + MARGIN + LANE * len(states)
+    height = max(place.y + place.height / 2 for place in places.values()) + MARGIN
+    routes = tuple(
+        Route(arrow=arrow, bends=tuple(places[bend] for bend in layering.chains[arrow])) for arrow in forward
+    )
+    width = max(width, 2 * MARGIN + _LETTER * 1.1 * max(len(diagram.title), len(diagram.subtitle)))
+    return Layout(width=width, height=height, places=places, routes=routes, states=states)
+
+
+def size_of(box: Box) -> tuple[float, float]:
+    """(width, height) that the text of a box needs."""
+    longest = max(len(line) for line in box.lines)
+    if box.kind == "join":
+        return max(30.0, _LETTER * longest + 18), 24.0
+    return max(84.0, _LETTER * longest + 30), _LINE_HEIGHT * len(box.lines) + 14
+
+
+def _layering(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> Layering:
+    depth = _depths(boxes, arrows)
+    layering = Layering(layers=[[] for _ in range(max(depth.values()) + 1)])
+    for box in boxes:
+        layering.layers[depth[box.name]].append(box.name)
+    for number, arrow in enumerate(dict.fromkeys(arrows)):
+        chain = [f"bend {number} {layer}" for layer in range(depth[arrow.source] + 1, depth[arrow.target])]
+        for layer, bend in enumerate(chain, start=depth[arrow.source] + 1):
+            layering.layers[layer].append(bend)
+        for upper, lower in zip((arrow.source, *chain), (*chain, arrow.target), strict=True):
+            layering.link(upper, lower)
+        layering.chains[arrow] = chain
+    return layering
+
+
+def _depths(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> dict[str, int]:
+    """The layer of each box: below everything it takes; inputs just above their first reader."""
+    depth = {box.name: 0 for box in boxes}
+    for _ in boxes:
+        deeper = {a.target: depth[a.source] + 1 for a in arrows if depth[a.target] <= depth[a.source]}
+        if not deeper:
+            break
+        depth |= deeper
+    for box in boxes:
+        readers = [depth[arrow.target] for arrow in arrows if arrow.source == box.name]
+        if box.kind == "input" and readers:
+            depth[box.name] = min(readers) - 1
+    return depth
+
+
+def _order(layering: Layering) -> None:
+    """Sort each layer by the mean position of its neighbours, down and up in turn."""
+    for sweep in range(_SWEEPS):
+        downwards = sweep % 2 == 0
+        layers = layering.layers if downwards else layering.layers[::-1]
+        neighbours = layering.above if downwards else layering.below
+        for fixed, free in itertools.pairwise(layers):
+            rank = {name: index for index, name in enumerate(fixed)}
+            free.sort(key=lambda name: _mean([rank[n] for n in neighbours.get(name, []) if n in rank], len(rank) / 2))
+
+
+def _mean(values: Sequence[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def _columns(layering: Layering, sizes: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The centre of each box and bend, pulled towards its neighbours."""
+    widths = {name: sizes.get(name, (_BEND_WIDTH, 0.0))[0] for layer in layering.layers for name in layer}
+    xs: dict[str, float] = {}
+    for layer in layering.layers:
+        xs |= _apart(layer, dict.fromkeys(layer, 0.0), widths)
+    for sweep in range(2 * _SWEEPS):
+        for layer in layering.layers if sweep % 2 == 0 else reversed(layering.layers):
+            wanted = {name: _wanted(name, layering, xs) for name in layer}
+            xs |= _apart(layer, wanted, widths)
+    return xs
+
+
+def _wanted(name: str, layering: Layering, xs: Mapping[str, float]) -> float:
+    """Where a box would like to be; boxes pull more than the bends of passing arrows."""
+    near = [*layering.above.get(name, []), *layering.below.get(name, [])]
+    weights = [_weight(other) for other in near]
+    total = sum(weights)
+    return sum(w * xs[other] for w, other in zip(weights, near, strict=True)) / total if total else xs[name]
+
+
+def _weight(name: str) -> float:
+    return _BEND_WEIGHT if name.startswith("bend ") else _BOX_WEIGHT
+
+
+def _apart(layer: Sequence[str], wanted: Mapping[str, float], widths: Mapping[str, float]) -> dict[str, float]:
+    """The places nearest to those wanted, in the given order and at least a gap apart (pool adjacent violators)."""
+    offsets: list[float] = []
+    for index, name in enumerate(layer):
+        step = 0.0 if index == 0 else offsets[-1] + (widths[layer[index - 1]] + widths[name]) / 2 + GAP_X
+        offsets.append(step)
+    pools: list[tuple[float, float, int]] = []  # (weighted mean, weight, members)
+    for name, offset in zip(layer, offsets, strict=True):
+        pools.append((wanted[name] - offset, _weight(name), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            right, left = pools.pop(), pools.pop()
+            weight = left[1] + right[1]
+            pools.append(((left[0] * left[1] + right[0] * right[1]) / weight, weight, left[2] + right[2]))
+    bases = [mean for mean, _, members in pools for _ in range(members)]
+    return {name: base + offset for name, base, offset in zip(layer, bases, offsets, strict=True)}
+
+
+def _places(
+    layering: Layering, sizes: Mapping[str, tuple[float, float]], xs: Mapping[str, float], *, min_width: float
+) -> dict[str, Place]:
+    """Centres in the coordinates of the picture, the top left corner at zero."""
+    half = {name: sizes.get(name, (_BEND_WIDTH, 0.0))[0] / 2 for name in xs}
+    left = min(xs[name] - half[name] for name in xs)
+    right = max(xs[name] + half[name] for name in xs)
+    shift = MARGIN - left + max(0.0, (min_width - (right - left)) / 2)
+    places: dict[str, Place] = {}
+    y = MARGIN + HEAD
+    for layer in layering.layers:
+        height = max(sizes.get(name, (0.0, 0.0))[1] for name in layer)
+        for name in layer:
+            own = sizes.get(name, (_BEND_WIDTH, height))
+            places[name] = Place(x=xs[name] + shift, y=y + height / 2, width=own[0], height=own[1])
+        y += height + GAP_Y
+    return places

@@ -1,0 +1,1 @@
+"""Real replicas in one process under a virtual clock."""

@@ -1,0 +1,252 @@
+"""Decides which device each rank gets, and how many threads, from what the user wrote and what is there.
+
+Does not touch a device and knows no torch; whether a device works shows when its rank joins the world.
+Called by the front door and the command line, and by the launcher for threads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError, DeviceError, nearest
+
+KINDS = ("cuda", "cpu", "xpu", "mps")
+_INDEXED_KINDS = ("cuda", "xpu")
+_SPEC = re.compile(r"(?P<kind>[^:@%]*)(:(?P<index>[^@%]*))?(@(?P<speed>[^%]*))?(%(?P<share>.*))?")
+_EXAMPLES = "devices look like cuda:0, cpu, cpu@0.4 or cuda:0%30"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """Where a rank computes."""
+
+    kind: str
+    index: int | None = None
+    speed: float = 1.0
+    """Fraction of its full speed; below 1 the rank is throttled."""
+    share: int | None = None
+    """Percent of the multiprocessors, for an MPS slice of a CUDA device."""
+
+    def __post_init__(self) -> None:
+        _check_kind(self)
+        _check_speed(self)
+        _check_share(self)
+
+    def __str__(self) -> str:
+        speed = "" if self.speed == 1.0 else f"@{self.speed:g}"
+        share = "" if self.share is None else f"%{self.share}"
+        return f"{self.torch_name}{speed}{share}"
+
+    @property
+    def torch_name(self) -> str:
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+
+
+def _check_kind(spec: DeviceSpec) -> None:
+    if spec.kind not in KINDS:
+        close = nearest(spec.kind, KINDS)
+        guess = f"did you mean {close}? " if close else ""
+        raise ConfigError(f"unknown device kind {spec.kind!r}", hint=f"{guess}kinds are {', '.join(KINDS)}")
+    if spec.index is not None and spec.kind not in _INDEXED_KINDS:
+        raise ConfigError(f"{spec.kind} takes no number, got {spec.kind}:{spec.index}", hint=f"write {spec.kind}")
+    if spec.index is not None and spec.index < 0:
+        raise ConfigError(f"the number of a device must be 0 or more, got {spec.kind}:{spec.index}", hint=_EXAMPLES)
+
+
+def _check_speed(spec: DeviceSpec) -> None:
+    if not 0 < spec.speed <= 1:
+        raise ConfigError(
+            f"the speed of a device must be in (0, 1], got {spec.kind}@{spec.speed:g}",
+            hint="cpu@0.4 is a CPU rank at 40 % of its speed",
+        )
+    if spec.speed < 1 and spec.kind != "cpu":
+        raise ConfigError(
+            f"only cpu can be throttled, got {spec.torch_name}@{spec.speed:g}",
+            hint="take a slice of a CUDA device instead, as in cuda:0%40",
+        )
+
+
+def _check_share(spec: DeviceSpec) -> None:
+    if spec.share is None:
+        return
+    if spec.kind != "cuda":
+        raise ConfigError(
+            f"only cuda can be sliced, got {spec.torch_name}%{spec.share}",
+            hint="throttle a CPU rank instead, as in cpu@0.4",
+        )
+    if not 1 <= spec.share <= 100:
+        raise ConfigError(
+            f"the share of a device must be 1 to 100 percent, got {spec.torch_name}%{spec.share}",
+            hint="cuda:0%30 is 30 % of the multiprocessors of cuda:0",
+        )
+
+
+def parse_devices(text: str | Sequence[str]) -> tuple[DeviceSpec, ...]:
+    """The devices of a comma list or of a sequence of names, one per rank."""
+    names = text.split(",") if isinstance(text, str) else list(text)
+    if not any(name.strip() for name in names):
+        raise ConfigError("devices is empty", hint=f'pass devices="auto", or name them; {_EXAMPLES}')
+    return tuple(_parse_device(name.strip()) for name in names)
+
+
+def _parse_device(name: str) -> DeviceSpec:
+    if name == "auto":
+        raise ConfigError("auto cannot stand beside other devices", hint='pass devices="auto" alone')
+    match = _SPEC.fullmatch(name)
+    if match is None or not match["kind"]:
+        raise ConfigError(f"{name!r} is no device", hint=_EXAMPLES)
+    index = _number(int, match["index"], name=name, part="number")
+    # As in torch, "cuda" is the first one.
+    if index is None and match["kind"] in _INDEXED_KINDS:
+        index = 0
+    speed = _number(float, match["speed"], name=name, part="speed")
+    share = _number(int, match["share"], name=name, part="share")
+    return DeviceSpec(kind=match["kind"], index=index, speed=1.0 if speed is None else speed, share=share)
+
+
+def _number(convert: type[Any], text: str | None, *, name: str, part: str) -> Any:
+    if text is None:
+        return None
+    try:
+        return convert(text)
+    except ValueError:
+        raise ConfigError(f"the {part} of device {name!r} is no number: {text!r}", hint=_EXAMPLES) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """One device per rank, and why these."""
+
+    devices: tuple[DeviceSpec, ...]
+    reason: str
+
+
+def resolve_devices(
+    devices: str | Sequence[str] | Sequence[DeviceSpec],
+    *,
+    cuda_devices: Sequence[str],
+    source: str = "NVML",
+) -> Resolved:
+    """The devices of the ranks; "auto" takes all CUDA devices, or else one CPU rank.
+
+    `cuda_devices` are those that are there, as `source` tells.
+    """
+    if devices == "auto":
+        return _choose_devices(cuda_devices, source=source)
+    specs = _as_specs(devices)
+    _check_cuda_devices_exist(specs, cuda_devices, source=source)
+    return Resolved(devices=specs, reason="asked for")
+
+
+def _as_specs(devices: str | Sequence[str] | Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
+    if isinstance(devices, str):
+        return parse_devices(devices)
+    return parse_devices([str(device) for device in devices])
+
+
+def _choose_devices(cuda_devices: Sequence[str], *, source: str) -> Resolved:
+    if cuda_devices:
+        found = _count(len(cuda_devices))
+        return Resolved(devices=parse_devices(cuda_devices), reason=f"auto: {found} found by {source}")
+    return Resolved(devices=parse_devices("cpu"), reason=f"auto: no CUDA device found by {source}")
+
+
+def _check_cuda_devices_exist(specs: Sequence[DeviceSpec], cuda_devices: Sequence[str], *, source: str) -> None:
+    asked = sorted({spec.torch_name for spec in specs if spec.kind == "cuda"})
+    missing = [name for name in asked if name not in cuda_devices]
+    if not missing:
+        return
+    found = ", ".join([*cuda_devices, f"by {source}"])
+    if len(asked) > len(cuda_devices):
+        message = f"{_count(len(asked))} asked for, {len(cuda_devices)} found ({found})"
+    else:
+        message = f"{', '.join(missing)} asked for, {_count(len(cuda_devices))} found ({found})"
+    way_out = ",".join("cpu" if spec.torch_name in missing else str(spec) for spec in specs)
+    raise DeviceError(message, hint=f'run `outrider diagnose`, or pass devices="{way_out}"')
+
+
+def _count(num_devices: int) -> str:
+    return f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
+
+
+def cuda_devices(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The CUDA devices that a rank would see, by NVML; none where NVML or its driver is missing."""
+    visible = _visible(_uuids(), variables.get("CUDA_VISIBLE_DEVICES"))
+    return tuple(f"cuda:{index}" for index in range(visible))
+
+
+def _uuids() -> list[str]:
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _visible(uuids: Sequence[str], variable: str | None) -> int:
+    """How many devices CUDA shows: all, or those named up to the first that is not there."""
+    if variable is None:
+        return len(uuids)
+    names = [name.strip() for name in variable.split(",")]
+    for position, name in enumerate(names):
+        if not _is_there(uuids, name):
+            return position
+    return len(names)
+
+
+def _is_there(uuids: Sequence[str], name: str) -> bool:
+    if name.isdecimal():
+        return int(name) < len(uuids)
+    # Slices of a card by MIG have names of their own; CUDA takes them where there is any card.
+    return (name.startswith("MIG-") and bool(uuids)) or (bool(name) and any(uuid.startswith(name) for uuid in uuids))
+
+
+def threads_per_rank(specs: Sequence[DeviceSpec], num_cores: int) -> tuple[int, ...]:
+    """Threads for each rank of one host, so that ranks do not fight for cores.
+
+    Beside CPU ranks an accelerator's rank gets one core, enough to feed its device; without them they share all cores.
+    What does not divide stays idle, so that equal devices stay equally fast. A throttled rank gets as many
+    threads as any other CPU rank: its speed is a fraction of theirs.
+    """
+    num_cpu_ranks = sum(spec.kind == "cpu" for spec in specs)
+    if num_cpu_ranks == 0:
+        return tuple(max(1, num_cores // len(specs)) for _ in specs)
+    num_left = num_cores - (len(specs) - num_cpu_ranks)
+    return tuple(max(1, num_left // num_cpu_ranks) if spec.kind == "cpu" else 1 for spec in specs)
+
+
+def num_cores() -> int:
+    """Cores that this process may use: physical ones, within its affinity and the quota of its container."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, min(allowed, physical, _container_quota(Path("/sys/fs/cgroup/cpu.max")) or allowed))
+
+
+def _container_quota(path: Path) -> int | None:
+    """Whole cores of a control group's quota, as Linux writes it: microseconds, and the period they are meant for."""
+    try:
+        quota, period = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) // int(period)

@@ -1,0 +1,134 @@
+"""Torch environments side by side under the user's data folder, exactly one active per project.
+
+Decides where variants live, which are whole, and which is active; how one is made is in install. A variant exists
+when its variant.json does, which is written last. Called by the command line, diagnose and setup.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import ConfigError, nearest
+from outrider.machine import codec
+
+RECORD = "variant.json"
+MARKERS = (".outrider", "pyproject.toml", ".git")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """An installed torch environment, as it described itself when it was made or last refreshed."""
+
+    name: str
+    backend: str
+    torch: str
+    cuda: str | None = None
+    hip: str | None = None
+    archs: tuple[str, ...] = ()
+    cudnn: str | None = None
+    nccl: str | None = None
+    python: str | None = None
+    size_bytes: int | None = None
+    schema_version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The folder that holds all variants of a user."""
+
+    folder: Path
+
+    @classmethod
+    def of_user(cls) -> Store:
+        """OUTRIDER_HOME, else XDG_DATA_HOME/outrider, else ~/.local/share/outrider."""
+        home = os.environ.get("OUTRIDER_HOME")
+        data = os.environ.get("XDG_DATA_HOME")
+        base = Path(home) if home else (Path(data) if data else Path.home() / ".local" / "share") / "outrider"
+        return cls(base / "torch")
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def interpreter(self, name: str) -> Path:
+        return self.path(name) / "bin" / "python"
+
+    def variants(self) -> tuple[Variant, ...]:
+        """Every whole variant, by name."""
+        records = sorted(self.folder.glob(f"*/{RECORD}"))
+        return tuple(codec.read(Variant, path) for path in records if not path.parent.name.startswith("."))
+
+    def get(self, name: str) -> Variant:
+        """One variant, or an error that names the nearest."""
+        record = self.path(name) / RECORD
+        if record.exists():
+            return codec.read(Variant, record)
+        known = [variant.name for variant in self.variants()]
+        close = nearest(name, known)
+        listed = f"installed: {', '.join(known)}" if known else "none is installed: outrider torch install auto"
+        raise ConfigError(f"no torch variant {name!r}", hint=f"did you mean {close!r}? {listed}" if close else listed)
+
+    def interpreters(self, project: Path) -> dict[str, Path]:
+        """Name to interpreter, the project's active variant first."""
+        active = active_variant(project)
+        names = [variant.name for variant in self.variants()]
+        return {name: self.interpreter(name) for name in sorted(names, key=lambda name: (name != active, name))}
+
+    def remove(self, name: str) -> None:
+        """Take a variant away; renamed first, so that a half-removed one is never listed."""
+        self.get(name)
+        doomed = self.folder / f".removed-{name}-{os.getpid()}"
+        self.path(name).rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def project_root(folder: Path) -> Path:
+    """The nearest folder upwards that looks like a project, else the folder itself."""
+    for candidate in (folder, *folder.parents):
+        if any((candidate / marker).exists() for marker in MARKERS):
+            return candidate
+    return folder
+
+
+def active_variant(project: Path) -> str | None:
+    """The variant that this project uses, by `.outrider/torch`."""
+    try:
+        return (project / ".outrider" / "torch").read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def activate(project: Path, store: Store, name: str) -> None:
+    """Make a variant the one that this project uses."""
+    store.get(name)
+    folder = project / ".outrider"
+    folder.mkdir(exist_ok=True)
+    partial = folder / "torch.partial"
+    partial.write_text(f"{name}\n", encoding="utf-8")
+    partial.replace(folder / "torch")
+
+
+def deactivate(project: Path) -> None:
+    """Let the project use the Python that runs Outrider."""
+    (project / ".outrider" / "torch").unlink(missing_ok=True)
+
+
+def active_interpreter(project: Path, store: Store) -> Path | None:
+    """The Python of the active variant; an error where it is gone."""
+    name = active_variant(project)
+    if name is None:
+        return None
+    store.get(name)
+    return store.interpreter(name)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes that a folder takes, hard links counted once."""
+    seen: dict[tuple[int, int], int] = {}
+    for root, _, files in os.walk(folder):
+        for name in files:
+            status = os.lstat(os.path.join(root, name))
+            seen[(status.st_dev, status.st_ino)] = status.st_size
+    return sum(seen.values())

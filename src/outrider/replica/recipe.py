@@ -1,0 +1,140 @@
+"""What is trained and how, apart from where: the options that the runtime and the lab share.
+
+Decides what a valid recipe is; every value is checked here once and trusted afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from outrider.average.outer import Outer
+from outrider.core.planner import PlannerConfig
+from outrider.core.policies import POLICIES
+from outrider.errors import ConfigError, nearest
+
+ModelSource = nn.Module | Callable[[], nn.Module]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+StepFunction = Callable[[nn.Module, Any], torch.Tensor]
+EvaluateFunction = Callable[[nn.Module, Any], torch.Tensor | float]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+PolicyName = Literal["sync", "balanced", "cadence", "async", "independent"]
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A training recipe; `batch_size` is per rank, for `balanced` the batch of the whole world."""
+
+    model: ModelSource
+    optimizer: OptimizerFactory
+    step: StepFunction
+    dataset: Any
+    batch_size: int
+    epochs: int = 1
+    policy: str = "cadence"
+    evaluate: EvaluateFunction | None = None
+    eval_dataset: Any = None
+    scheduler: SchedulerFactory | None = None
+    lr_scale: float = 1.0
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    precision: str = "fp32"
+    seed: int = 0
+    shuffle: bool = True
+    outer: Outer = field(default_factory=Outer)
+    average_optimizer: bool = False
+    anchor: int | None = None
+    min_anchor: int = 1
+    max_anchor: int = 200
+    overhead_target: float = 0.10
+    drift_threshold: float | None = None
+    guard: bool = True
+    max_batch_diff: int | None = None
+    max_overshoot: int = 4
+    shares: tuple[float, ...] | None = None
+    speed_hints: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("precision", self.precision, PRECISIONS)
+        for name in ("batch_size", "epochs", "accumulate"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("max_overshoot", self.max_overshoot, 0)
+        for name in ("lr_scale", "max_grad_norm"):
+            check_positive(name, getattr(self, name))
+        for name in ("model", "optimizer", "step"):
+            check_callable(name, getattr(self, name))
+        for name in ("evaluate", "scheduler"):
+            if getattr(self, name) is not None:
+                check_callable(name, getattr(self, name))
+        if self.evaluate is not None and self.eval_dataset is None:
+            raise ConfigError("evaluate was given without eval_dataset", hint="pass eval_dataset=test_set")
+        if self.accumulate > self.batch_size:
+            raise ConfigError(
+                f"accumulate must be <= batch_size, got accumulate={self.accumulate}, batch_size={self.batch_size}",
+                hint="a batch is computed in `accumulate` pieces of at least one sample",
+            )
+
+    def planner_config(self, world_size: int) -> PlannerConfig:
+        return PlannerConfig(
+            world_size=world_size,
+            batch_size=self.batch_size,
+            anchor=self.anchor,
+            min_anchor=self.min_anchor,
+            max_anchor=self.max_anchor,
+            overhead_target=self.overhead_target,
+            drift_threshold=self.drift_threshold,
+            guard=self.guard,
+            max_batch_diff=self.max_batch_diff,
+            shares=self.shares,
+            speed_hints=self.speed_hints,
+            is_blocking=self.policy == "cadence",
+        )
+
+
+OBJECTS = frozenset({"model", "optimizer", "step", "dataset", "evaluate", "eval_dataset", "scheduler"})
+"""Options that are objects of the user's, not settings."""
+
+
+def plain(recipe: Recipe) -> dict[str, Any]:
+    """The settings of a recipe without the user's objects, as they are."""
+    return {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name not in OBJECTS}
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """The same for `config.json`."""
+    return plain(recipe) | {"outer": asdict(recipe.outer)}
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    valid = list(choices)
+    if value in valid:
+        return
+    close = nearest(str(value), valid)
+    hint = f"did you mean {close!r}?" if close else f"choose one of {', '.join(valid)}"
+    raise ConfigError(f"unknown {name} {value!r}", hint=hint)
+
+
+def check_at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(
+            f"{name} must be a whole number >= {least}, got {value!r}", hint=f"pass {name}={max(1, least)} or more"
+        )
+
+
+def check_positive(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"{name} must be > 0, got {value!r}", hint=f"leave {name} out for no effect")
+
+
+def check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise ConfigError(
+            f"{name} must be a function, got {type(value).__name__}", hint=f"pass {name}=a_function, not its result"
+        )

@@ -1,0 +1,203 @@
+"""One replica: model, optimizer and schedule on one device, and its step in eager mode.
+
+Decides how a step runs; which samples it takes and when replicas are averaged is the policy's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.average.arena import Arena
+from outrider.errors import ConfigError, OutriderError, StepError
+from outrider.replica.logbook import Logbook, writing
+from outrider.replica.pieces import pieces
+from outrider.replica.recipe import Recipe
+from outrider.replica.tally import LossTally
+
+
+class Replica:
+    """A full copy of the model that can take steps."""
+
+    def __init__(self, recipe: Recipe, *, device: torch.device, rank: int, name: str) -> None:
+        self.recipe = recipe
+        self.device = device
+        self.rank = rank
+        self.name = name
+        """The device as the user wrote it, for messages."""
+        torch.manual_seed(recipe.seed)
+        self.model = _make_model(recipe).to(device)
+        self.model.train()
+        self.arena = Arena(self.model)
+        self.optimizer = _make_optimizer(recipe, self.model)
+        self.scheduler = recipe.scheduler(self.optimizer) if recipe.scheduler else None
+        # Rank 0 draws as a plain loop would; the others need their own dropout.
+        if rank > 0:
+            torch.manual_seed(recipe.seed * 1_000_003 + rank)
+        self.ticks = 0
+        self.steps = 0
+        self.logbook = Logbook()
+        self.tally = LossTally(device)
+
+    # A local step: gradient, clip, optimizer.
+
+    def step(self, data: Any, *, samples: int, at: int) -> None:
+        """Forward, backward and optimizer on one batch; `at` is the samples the whole world has consumed."""
+        self.gradient(data, samples=samples)
+        self.update(at=at)
+
+    def gradient(self, data: Any, *, samples: int) -> None:
+        """Forward, backward and clipping; afterwards every used parameter holds its gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            self._backward(data, samples)
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise self._step_error(error) from error
+        if self.device.type == "cpu":
+            self.check_loss()
+        if self.recipe.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.arena.parameters, self.recipe.max_grad_norm)
+
+    def no_gradient(self) -> None:
+        """Take part in a shared step without samples."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self, *, at: int) -> None:
+        """The optimizer's step at the learning rate that belongs to `at`."""
+        self._follow_schedule(at)
+        self.optimizer.step()
+        self.steps += 1
+
+    def _backward(self, data: Any, samples: int) -> None:
+        with writing(self.logbook, samples=samples):
+            if self.recipe.accumulate == 1:
+                loss = self._loss(data)
+                loss.backward()
+                self.tally.add(loss, samples, self.steps)
+                return
+            for piece, count in pieces(data, samples, self.recipe.accumulate):
+                loss = self._loss(piece)
+                (loss * (count / samples)).backward()
+                self.tally.add(loss, count, self.steps)
+
+    def _loss(self, data: Any) -> torch.Tensor:
+        with self.autocast():
+            loss = self.recipe.step(self.model, data)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise StepError(
+                f"rank {self.rank} ({self.name}), step {self.steps}: the step function must return a scalar loss,"
+                f" got {_describe(loss)}",
+                hint="return the mean loss of the batch, a tensor with one element",
+                rank=self.rank,
+                step=self.steps,
+            )
+        return loss
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.recipe.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def check_loss(self) -> None:
+        """Raise if a loss since the start was not finite; waits for a GPU, so it is called once per window there."""
+        step = self.tally.bad_step()
+        if step is not None:
+            raise StepError(
+                f"rank {self.rank} ({self.name}), step {step}: the loss is not finite",
+                hint="lower the learning rate, or set max_grad_norm",
+                rank=self.rank,
+                step=step,
+            )
+
+    def _follow_schedule(self, at: int) -> None:
+        """The schedule is a function of the world's samples, so every policy and every solo sees the same one."""
+        if self.scheduler is None:
+            return
+        due = at // self.recipe.batch_size
+        while self.ticks < due:
+            self.scheduler.step()
+            self.ticks += 1
+
+    def _step_error(self, error: Exception, where: str = "") -> StepError:
+        return StepError(
+            f"rank {self.rank} ({self.name}), step {self.steps}{where}: {type(error).__name__}: {error}",
+            rank=self.rank,
+            step=self.steps,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, data: Any) -> float:
+        """The user's evaluation of one batch, in evaluation mode."""
+        assert self.recipe.evaluate is not None
+        self.model.eval()
+        try:
+            with self.autocast():
+                return float(self.call_user("evaluate", self.recipe.evaluate, self.model, data))
+        finally:
+            self.model.train()
+
+    def call_user(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the user's other than the step; its exception names rank and step."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise self._step_error(error, f" in {what}") from error
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What this rank alone knows: optimizer, schedule, random state, steps."""
+        state: dict[str, Any] = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "ticks": self.ticks,
+            "steps": self.steps,
+            "random": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["cuda_random"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.ticks, self.steps = state["ticks"], state["steps"]
+        torch.set_rng_state(state["random"])
+        if "cuda_random" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_random"], self.device)
+
+
+def _make_model(recipe: Recipe) -> nn.Module:
+    model = copy.deepcopy(recipe.model) if isinstance(recipe.model, nn.Module) else recipe.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model must be a torch.nn.Module or a function that makes one, got {type(model).__name__}",
+            hint="pass model=make_model where make_model() returns an nn.Module",
+        )
+    return model
+
+
+def _make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = recipe.optimizer(model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must make a torch.optim.Optimizer, got {type(optimizer).__name__}",
+            hint="pass optimizer=lambda p: torch.optim.Adam(p, 1e-3)",
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * recipe.lr_scale
+    return optimizer
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,1 @@
+"""Real ranks on real devices: world, launch, the rank driver, checkpoints."""

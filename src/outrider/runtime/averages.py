@@ -1,0 +1,165 @@
+"""All the averages of one rank behind one face: of parameters and of gradients, on either backend.
+
+Decides which averager serves which backend, and that a world of one averages nothing. Called by the driver only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from outrider.average.checks import Verifier
+from outrider.average.collective import GroupCollective
+from outrider.average.device import DeviceAverager
+from outrider.average.exchange import Exchange
+from outrider.average.facts import Settled
+from outrider.average.gradients import GradientExchange
+from outrider.average.host import HostAverager
+from outrider.average.optimizer_state import OptimizerArena
+from outrider.replica.replica import Replica
+from outrider.runtime.window import BATCHES, NUM_FACTS
+from outrider.runtime.world import World
+
+
+class Averages(Protocol):
+    """What the driver needs."""
+
+    def start_from_rank_zero(self) -> None: ...
+    def average(self, samples: int, facts: Sequence[float]) -> Settled: ...
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled: ...
+    def begin(self, samples: int, facts: Sequence[float]) -> None: ...
+    def is_ready(self) -> bool: ...
+    def load(self) -> Settled: ...
+    def correct(self) -> Settled: ...
+    def wait_for_device(self) -> None: ...
+    def state(self) -> dict[str, Any] | None: ...
+    def restore(self, state: dict[str, Any] | None) -> None: ...
+    def close(self) -> None: ...
+
+
+def make_averages(replica: Replica, world: World, *, backend: str, verify: bool) -> Averages:
+    if world.size == 1:
+        return SoloAverages(replica.device)
+    return GroupAverages(replica, world, backend=backend, verify=verify)
+
+
+class SoloAverages:
+    """A world of one: its own facts come back, its parameters are left alone to the bit."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: Settled | None = None
+
+    def start_from_rank_zero(self) -> None: ...
+
+    def average(self, samples: int, facts: Sequence[float]) -> Settled:
+        return Settled(facts=(tuple(facts),), total_samples=samples, drift=0.0)
+
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled:
+        return self.average(samples, facts)
+
+    def begin(self, samples: int, facts: Sequence[float]) -> None:
+        self._begun = self.average(samples, facts)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def load(self) -> Settled:
+        assert self._begun is not None
+        return self._begun
+
+    correct = load
+
+    def wait_for_device(self) -> None:
+        _wait_for(self._device)
+
+    def state(self) -> dict[str, Any] | None:
+        return None
+
+    def restore(self, state: dict[str, Any] | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GroupAverages:
+    """Averages with the other ranks; collectives run in the same order on all of them."""
+
+    def __init__(self, replica: Replica, world: World, *, backend: str, verify: bool) -> None:
+        self._replica = replica
+        device = replica.device if backend == "nccl" else torch.device("cpu")
+        self._collective = GroupCollective(world.group_for(backend))
+        self._exchange = Exchange(
+            replica.arena,
+            rank=world.rank,
+            world_size=world.size,
+            num_facts=NUM_FACTS,
+            outer=replica.recipe.outer,
+            device=device,
+        )
+        self._gradients = GradientExchange(
+            replica.arena, rank=world.rank, world_size=world.size, num_facts=NUM_FACTS, device=device
+        )
+        verifier = Verifier(world.rank, self._collective.gather) if verify else None
+        averager = DeviceAverager if backend == "nccl" else HostAverager
+        self._averager = averager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
+        self._batches_by_rank = [0.0] * world.size
+        self._has_optimizer = False
+
+    def start_from_rank_zero(self) -> None:
+        """Everybody gets rank 0's parameters and buffers; they are the first common point."""
+        arena = self._replica.arena
+        for tensor in [*arena.flats.values(), *arena.integers]:
+            travelling = tensor.to(self._exchange.device)
+            self._collective.broadcast_([travelling])
+            tensor.copy_(travelling)
+        self._exchange.reset_ref()
+
+    def average(self, samples: int, facts: Sequence[float]) -> Settled:
+        return self._saw(self._averager.average(samples, facts))
+
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled:
+        self._gradients.pack(samples, facts)
+        self._collective.sum_(self._gradients.wires)
+        return self._gradients.settle()
+
+    def begin(self, samples: int, facts: Sequence[float]) -> None:
+        self._averager.begin(samples, facts)
+
+    def is_ready(self) -> bool:
+        return self._averager.is_ready()
+
+    def load(self) -> Settled:
+        return self._saw(self._averager.load())
+
+    def correct(self) -> Settled:
+        return self._saw(self._averager.correct())
+
+    def _saw(self, settled: Settled) -> Settled:
+        """Optimizer state joins once every rank has some, which all learn from the same facts."""
+        if self._replica.recipe.average_optimizer and not self._has_optimizer:
+            for rank, row in enumerate(settled.facts):
+                self._batches_by_rank[rank] += row[BATCHES]
+            if min(self._batches_by_rank) > 0:
+                self._exchange.attach(OptimizerArena(self._replica.optimizer))
+                self._has_optimizer = True
+        return settled
+
+    def wait_for_device(self) -> None:
+        _wait_for(self._replica.device)
+
+    def state(self) -> dict[str, Any] | None:
+        return self._exchange.state_dict()
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self._exchange.load_state_dict(state)
+
+    def close(self) -> None:
+        self._averager.close()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

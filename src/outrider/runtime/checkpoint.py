@@ -1,0 +1,116 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped.
+
+Decides what is in one: the model (shared), each rank's optimizer, schedule, random state and outer velocity, and the
+planner, split and position (shared). Taken between segments, when all ranks stand at the same point.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.errors import ConfigError, DataError
+from outrider.runtime.folder import RunFolder, load_model, save_model, write_whole
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where a run stands, the same on all ranks."""
+
+    epoch: int
+    position: int
+    """Positions of the epoch's permutation that are done."""
+    windows: int
+    train_s: float
+    planner: dict[str, Any]
+    splitter: dict[str, Any]
+    epochs: list[dict[str, Any]]
+    """Metrics of the epochs that ended."""
+    identity: dict[str, Any]
+    """What must be the same for a resumed run to make sense."""
+
+
+def save(
+    folder: RunFolder, progress: Progress, *, rank: int, model: dict[str, torch.Tensor], rank_state: dict[str, Any]
+) -> Path:
+    """This rank's part of a checkpoint; all ranks call it, then `commit` on rank 0 after a barrier."""
+    path = _staging(folder, progress)
+    path.mkdir(parents=True, exist_ok=True)
+    write_whole(path / f"rank{rank}.pt", lambda temporary: torch.save(rank_state, temporary))
+    if rank == 0:
+        save_model(path / "model.safetensors", model)
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **_fields(progress)}, separators=(",", ":"))
+        write_whole(path / "state.json", lambda temporary: _write(temporary, text))
+    return path
+
+
+def commit(folder: RunFolder, progress: Progress) -> Path:
+    """Make a checkpoint visible under its final name; one with the same name is replaced."""
+    final = folder.checkpoints / _name(progress)
+    if final.exists():
+        shutil.rmtree(final)
+    return _staging(folder, progress).rename(final)
+
+
+def find(path: Path) -> Path:
+    """The checkpoint itself, or the newest one of a run folder."""
+    if (path / "state.json").is_file():
+        return path
+    names = sorted(child.name for child in (path / "checkpoints").glob("epoch*") if (child / "state.json").is_file())
+    if not names:
+        raise DataError(
+            f"no checkpoint found in {path}", hint="pass a run folder that was made with checkpoint_every=1"
+        )
+    return path / "checkpoints" / names[-1]
+
+
+def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
+    """Read where the run stood; refuse what would not be the same run."""
+    fields = json.loads((path / "state.json").read_text())
+    version = fields.pop("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path} has schema_version {version}, this Outrider reads {SCHEMA_VERSION}",
+            hint="resume with the version that wrote it",
+        )
+    for name, value in identity.items():
+        if fields["identity"].get(name) != value:
+            raise ConfigError(
+                f"cannot resume: {name} was {fields['identity'].get(name)!r}, now {value!r}",
+                hint=f"pass the same {name}, or start a new run",
+            )
+    return Progress(**fields)
+
+
+def load_rank(path: Path, rank: int) -> dict[str, Any]:
+    """A rank's own state; a rank that was not there before starts from rank 0's."""
+    own = path / f"rank{rank}.pt"
+    state: dict[str, Any] = torch.load(own if own.is_file() else path / "rank0.pt", weights_only=True)
+    return state
+
+
+def load_shared(path: Path) -> dict[str, torch.Tensor]:
+    return load_model(path / "model.safetensors")
+
+
+def _fields(progress: Progress) -> dict[str, Any]:
+    return {name: getattr(progress, name) for name in Progress.__slots__}
+
+
+def _name(progress: Progress) -> str:
+    return f"epoch{progress.epoch:05d}-{progress.position:012d}"
+
+
+def _staging(folder: RunFolder, progress: Progress) -> Path:
+    return folder.checkpoints / f".{_name(progress)}"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,50 @@
+"""Evaluation shared by all ranks: each takes batches from a common cursor, so a fast device evaluates more.
+
+Decides the size of an evaluation batch; the numbers are combined with the epoch's metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.core.effects import Lease, Take
+from outrider.data.feed import Feed
+from outrider.data.leases import OpenLeases
+from outrider.data.order import in_order
+from outrider.replica.replica import Replica
+
+BATCHES_PER_LEASE = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """One rank's part: the sum of batch means times samples."""
+
+    total: float = 0.0
+    samples: int = 0
+
+
+class Evaluation:
+    """The user's evaluate function over the evaluation data set."""
+
+    def __init__(self, replica: Replica, feed: Feed, open_leases: OpenLeases, *, world_size: int) -> None:
+        self._replica = replica
+        self._feed = feed
+        self._open_leases = open_leases
+        self._share = 1 / world_size
+        # Without a backward pass twice the batch fits where the training batch did.
+        self._batch_size = max(256, 2 * replica.recipe.batch_size)
+        feed.start_epoch(in_order(feed.num_samples), 0)
+
+    def run(self, key: str) -> Evaluated:
+        """Evaluate this rank's part; `key` names the evaluation, the same on all ranks."""
+        leases = self._open_leases(key, Lease(0, self._feed.num_samples), batch_size=self._batch_size)
+        total, samples = 0.0, 0
+        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=self._share)
+        while (lease := leases.take(wanted)) is not None:
+            batches = tuple(lease.batches(self._batch_size))
+            self._feed.announce(batches)
+            for batch in batches:
+                total += self._replica.evaluate(self._feed.fetch(batch)) * batch.count
+                samples += batch.count
+        return Evaluated(total=total, samples=samples)

@@ -1,0 +1,220 @@
+"""Starts one process per device on this host and hands back the Ranks that watch them.
+
+Decides what a rank's process gets: interpreter, variables, pipes, log, payload. Does not decide what it computes,
+and undoes everything where a start fails half-way. Called by the front door where no ranks exist yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from outrider.errors import ConfigError
+from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
+from outrider.runtime.child import BOOT
+from outrider.runtime.environment import Environment, launched
+from outrider.runtime.payload import library_folders, write_payload
+from outrider.runtime.rank_process import RankProcess
+from outrider.runtime.ranks import Ranks
+
+__all__ = ["Ranks", "launch"]
+
+_HOST = "127.0.0.1"
+
+
+def launch(
+    target: Callable[..., None],
+    payload: Mapping[str, object],
+    *,
+    devices: Sequence[DeviceSpec],
+    log_dir: Path,
+    port: int = 0,
+    environment: Mapping[str, str] | None = None,
+    interpreters: Sequence[str] | None = None,
+) -> Ranks:
+    """Run `target(link, **payload)` in one new process per device.
+
+    `environment` is added to the variables of all ranks; `interpreters` gives each rank a Python of its own.
+    """
+    _check_not_in_rank()
+    orders = _orders(devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir)
+    with ExitStack() as cleanup:
+        folder = Path(tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-"))
+        remove_folder = partial(shutil.rmtree, folder, ignore_errors=True)
+        cleanup.callback(remove_folder)
+        write_payload(folder / "payload", target, payload)
+        port = _serve_store(port, cleanup=cleanup)
+        processes = _start_all(orders, folder=folder, port=port)
+        ranks = Ranks(processes, on_all_started=remove_folder, on_end=cleanup.pop_all().close)
+    ranks.begin_watching()
+    return ranks
+
+
+def _check_not_in_rank() -> None:
+    here = launched()
+    if here is not None:
+        raise ConfigError(
+            f"ranks cannot be started from inside rank {here.rank}",
+            hint='put the call under `if __name__ == "__main__":` in the module that the ranks import',
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """What is to be started as one rank."""
+
+    rank: int
+    world_size: int
+    spec: DeviceSpec
+    num_threads: int
+    interpreter: str
+    variables: Mapping[str, str]
+    log_path: Path
+
+
+def _orders(
+    devices: Sequence[DeviceSpec],
+    *,
+    interpreters: Sequence[str] | None,
+    variables: Mapping[str, str],
+    log_dir: Path,
+) -> list[_Order]:
+    if interpreters is not None and len(interpreters) != len(devices):
+        raise ConfigError(
+            f"{len(interpreters)} interpreters given for {len(devices)} devices",
+            hint="give one interpreter per device, or leave interpreters out",
+        )
+    programs = interpreters or [sys.executable] * len(devices)
+    threads = threads_per_rank(devices, num_cores())
+    return [
+        _Order(
+            rank=rank,
+            world_size=len(devices),
+            spec=spec,
+            num_threads=threads[rank],
+            interpreter=programs[rank],
+            variables=variables,
+            log_path=log_dir / f"rank{rank}.log",
+        )
+        for rank, spec in enumerate(devices)
+    ]
+
+
+def _serve_store(port: int, *, cleanup: ExitStack) -> int:
+    # Imports torch, which ranks that import this module's neighbours may never need.
+    from outrider.runtime.store import serve_store
+
+    holder = [serve_store(_HOST, port)]
+    # A store has no close(): it ends with its last reference, which is the one in this list.
+    cleanup.callback(holder.clear)
+    return holder[0].port
+
+
+def _start_all(orders: Sequence[_Order], *, folder: Path, port: int) -> list[RankProcess]:
+    processes: list[RankProcess] = []
+    try:
+        for order in orders:
+            processes.append(_start(order, folder=folder, port=port))
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+    return processes
+
+
+def _start(order: _Order, *, folder: Path, port: int) -> RankProcess:
+    with ExitStack() as on_failure, ExitStack() as ends_of_rank:
+        messages_fd, rank_messages_fd = os.pipe()
+        rank_control_fd, control_fd = os.pipe()
+        for descriptor in (messages_fd, control_fd):
+            on_failure.callback(os.close, descriptor)
+        for descriptor in (rank_messages_fd, rank_control_fd):
+            ends_of_rank.callback(os.close, descriptor)
+        start_path = folder / f"rank{order.rank}.json"
+        start = _start_file(order, folder=folder, messages_fd=rank_messages_fd, control_fd=rank_control_fd)
+        start_path.write_text(json.dumps(start))
+        log = ends_of_rank.enter_context(_open_log(order.log_path))
+        process = _spawn(order, start_path, port=port, log=log, pass_fds=(rank_messages_fd, rank_control_fd))
+        on_failure.pop_all()
+    return RankProcess(
+        rank=order.rank,
+        spec=order.spec,
+        process=process,
+        messages_fd=messages_fd,
+        control_fd=control_fd,
+        log_path=order.log_path,
+    )
+
+
+def _start_file(order: _Order, *, folder: Path, messages_fd: int, control_fd: int) -> dict[str, Any]:
+    """What BOOT and main() of the child read before they can read the payload."""
+    return {
+        "path": _carried_path(order.interpreter),
+        "argv": sys.argv,
+        "folder": str(folder),
+        "device": str(order.spec),
+        "num_threads": order.num_threads,
+        "messages_fd": messages_fd,
+        "control_fd": control_fd,
+    }
+
+
+def _carried_path(interpreter: str) -> list[str]:
+    """This program's sys.path; for another interpreter, without the libraries that only this one can use."""
+    if interpreter == sys.executable:
+        return list(sys.path)
+    libraries = library_folders()
+    return [entry for entry in sys.path if not os.path.join(entry, "").startswith(libraries)]
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "wb")
+    except OSError as error:
+        raise ConfigError(
+            f"log {path} cannot be written: {error.strerror}",
+            hint="pass a run_dir on a disk with room where you may write",
+        ) from error
+
+
+def _spawn(
+    order: _Order, start_path: Path, *, port: int, log: BinaryIO, pass_fds: tuple[int, int]
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [order.interpreter, "-c", BOOT, str(start_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **order.variables, **_environment(order, port=port).variables()},
+            pass_fds=pass_fds,
+            # Ctrl-C in the terminal must reach the starter alone, which ends the ranks in order.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"rank {order.rank} cannot be started with {order.interpreter}: {error.strerror}",
+            hint="give the path of a Python that has outrider installed",
+        ) from error
+
+
+def _environment(order: _Order, *, port: int) -> Environment:
+    return Environment(
+        rank=order.rank,
+        local_rank=order.rank,
+        world_size=order.world_size,
+        local_world_size=order.world_size,
+        master_addr=_HOST,
+        master_port=port,
+    )

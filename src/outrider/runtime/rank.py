@@ -1,0 +1,370 @@
+"""The life of one rank: set up, epochs, metrics, checkpoints, and what the run leaves behind.
+
+Decides the order of things in a run; steps and averages are the driver's, the schedule is the policy's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.core.effects import Lease, Seat
+from outrider.core.planner import Planner
+from outrider.core.policies import open_policy
+from outrider.core.split import Splitter
+from outrider.data.feed import Feed, make_feed
+from outrider.data.leases import Leases, LocalLeases, StoreLeases
+from outrider.data.order import in_order, shuffled
+from outrider.errors import DataError
+from outrider.replica.recipe import Recipe
+from outrider.replica.replica import Replica
+from outrider.runtime import checkpoint
+from outrider.runtime.averages import Averages, make_averages
+from outrider.runtime.config import RunConfig
+from outrider.runtime.context import EpochContext
+from outrider.runtime.driver import Driver
+from outrider.runtime.evaluation import Evaluated, Evaluation
+from outrider.runtime.folder import RunFolder
+from outrider.runtime.messages import Link
+from outrider.runtime.metrics import EpochMetrics, RankAccount, as_json, combine
+from outrider.runtime.record import commit, write_record, write_schedule, write_timeline
+from outrider.runtime.throttle import Throttle
+from outrider.runtime.window import AverageAccount
+from outrider.runtime.world import World
+from outrider.timeline.recorder import Recorder
+
+PROGRESS_EVERY_S = 0.25
+
+
+def train_rank(
+    link: Link, recipe: Recipe, config: RunConfig, *, world: World, setting: RunSetting
+) -> Iterator[EpochMetrics]:
+    """Train on this rank; yields each epoch's metrics, which are the same on every rank."""
+    with contextlib.ExitStack() as stack:
+        rank = RankRun(link, recipe, config, world=world, setting=setting)
+        stack.callback(rank.close)
+        rank.prepare()
+        while (epoch := rank.next_epoch()) is not None:
+            metrics = rank.run_epoch(epoch)
+            if metrics is not None:
+                yield metrics
+        rank.finish()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSetting:
+    """What the starter decided before the ranks began, the same on all."""
+
+    folder: Path
+    origin_s: float
+    """Wall-clock time of the run's start."""
+    backend: str
+    devices: tuple[str, ...]
+
+
+class RankRun:
+    """One rank's run, from the model to the last record."""
+
+    def __init__(self, link: Link, recipe: Recipe, config: RunConfig, *, world: World, setting: RunSetting) -> None:
+        self.link = link
+        self.recipe = recipe
+        self.config = config
+        self.world = world
+        self.folder = RunFolder(setting.folder)
+        self.backend = setting.backend
+        self.devices = setting.devices
+        self.commit = commit() if world.rank == 0 else None
+        self.recorder = Recorder(world.rank, origin_s=setting.origin_s)
+        self.planner = Planner(recipe.planner_config(world.size))
+        self.splitter = Splitter(world_size=world.size, shares=recipe.shares, speed_hints=recipe.speed_hints)
+        self.epoch = 0
+        self.position = 0
+        self.train_s = 0.0
+        self.history: list[dict[str, Any]] = []
+        self.schedules: list[list[Any]] = []
+        self.is_over = False
+        self._first_epoch_s: float | None = None
+        self._last_progress_s = 0.0
+        self._feeds: list[Feed] = []
+        self.averages: Averages | None = None
+
+    # Set-up
+
+    def prepare(self) -> None:
+        """Everything up to the first step; all ranks leave with the same parameters."""
+        recipe, world = self.recipe, self.world
+        self.replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
+        self.feed = self._open_feed(recipe.dataset, collate=self.config.collate)
+        self._check_size()
+        self.averages = make_averages(self.replica, world, backend=self.backend, verify=self.config.verify)
+        self.driver = Driver(
+            replica=self.replica,
+            feed=self.feed,
+            averages=self.averages,
+            throttle=Throttle(world.spec.speed),
+            recorder=self.recorder,
+            stop_requested=self.link.stop_requested.is_set,
+            on_step=self._tell_progress,
+        )
+        self.evaluation = self._open_evaluation()
+        average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
+        self.averages.start_from_rank_zero()
+        self.averages.restore(average_state)
+        self.recorder.event("ready", device=str(world.spec), feed=self.feed.reason)
+
+    def _open_feed(self, dataset: Any, *, collate: Any) -> Feed:
+        feed = make_feed(
+            dataset,
+            device=self.world.device,
+            workers=self.config.workers,
+            collate=collate,
+            resident=self.config.resident,
+            seed=self.recipe.seed,
+        )
+        self._feeds.append(feed)
+        return feed
+
+    def _open_evaluation(self) -> Evaluation | None:
+        if self.recipe.evaluate is None:
+            return None
+        feed = self._open_feed(self.recipe.eval_dataset, collate=self.config.collate)
+        return Evaluation(self.replica, feed, self._open_leases, world_size=self.world.size)
+
+    def _check_size(self) -> None:
+        if self.feed.num_samples < self.world.size:
+            raise DataError(
+                f"the data set has {self.feed.num_samples} samples for {self.world.size} ranks",
+                hint="use fewer devices, or a larger data set",
+            )
+
+    # Epochs
+
+    def next_epoch(self) -> int | None:
+        return None if self.is_over or self.epoch >= self.recipe.epochs else self.epoch
+
+    def run_epoch(self, epoch: int) -> EpochMetrics | None:
+        """One epoch with its evaluation and callbacks; None when a callback stopped the run before it began."""
+        if self._calls_stop(self.config.epoch_start, epoch, None):
+            return None
+        self._start_epoch(epoch)
+        started_s = time.perf_counter()
+        for span in self._segments():
+            self._run_segment(epoch, span)
+            if self.driver.is_stopped:
+                break
+        seconds = time.perf_counter() - started_s
+        metrics = self._conclude(epoch, seconds)
+        self._calls_stop(self.config.epoch_end, epoch, metrics)
+        self._go_on(metrics)
+        return metrics
+
+    def _calls_stop(self, callback: Any, epoch: int, metrics: EpochMetrics | None) -> bool:
+        """Call the user's callback; whether any rank's asked to stop. All ranks call this in the same order."""
+        if callback is None:
+            return False
+        context = EpochContext(
+            epoch=epoch,
+            rank=self.world.rank,
+            is_main=self.world.rank == 0,
+            model=self.replica.model,
+            optimizer=self.replica.optimizer,
+            metrics=metrics,
+        )
+        self.replica.call_user(callback.__name__ if hasattr(callback, "__name__") else "callback", callback, context)
+        stops = self.world.exchange_json(context.wants_stop)
+        self.is_over = self.is_over or any(stops)
+        return self.is_over
+
+    def _start_epoch(self, epoch: int) -> None:
+        num_samples = self.feed.num_samples
+        order = (
+            shuffled(num_samples, seed=self.recipe.seed, epoch=epoch) if self.recipe.shuffle else in_order(num_samples)
+        )
+        self.feed.start_epoch(order, epoch)
+        self.driver.account = AverageAccount()
+        self.driver.samples = self.driver.reached = 0
+        self.recorder.wait_s = dict.fromkeys(self.recorder.wait_s, 0.0)
+        # Ranks set up at different speeds: time starts when all are here.
+        waited_s = self._barrier(f"the start of epoch {epoch}")
+        self.recorder.wait("startup" if self._first_epoch_s is None else "epoch boundary", waited_s)
+        if self._first_epoch_s is None:
+            self._first_epoch_s = time.perf_counter()
+        self.recorder.event("epoch start", epoch=epoch)
+
+    def _barrier(self, what: str) -> float:
+        started_s = time.perf_counter()
+        self.world.barrier(what, timeout_s=self.config.timeout_s)
+        return time.perf_counter() - started_s
+
+    def _segments(self) -> Iterator[Lease]:
+        """The rest of the epoch, cut where checkpoints are due."""
+        num_samples = self.feed.num_samples
+        every = self.config.checkpoint_every
+        cut = num_samples if every is None or every >= 1 else max(1, round(num_samples * every))
+        start = self.position
+        while start < num_samples:
+            stop = min(num_samples, (start // cut + 1) * cut)
+            yield Lease(start, stop - start)
+            start = stop
+
+    def _run_segment(self, epoch: int, span: Lease) -> None:
+        seat = Seat(self.world.rank, self.world.size, self.recipe.batch_size)
+        policy = open_policy(
+            self.recipe.policy,
+            seat,
+            span,
+            planner=self.planner,
+            splitter=self.splitter,
+            max_overshoot=self.recipe.max_overshoot,
+        )
+        leases = self._open_leases(f"ledger/{epoch}/{span.start}", span, batch_size=self.recipe.batch_size)
+        reached_before = self.driver.reached
+        self.driver.schedule.entries = []
+        self.driver.run(policy, leases=leases, epoch_base=epoch * self.feed.num_samples)
+        if self.config.record_schedule:
+            self.schedules.append(self.driver.schedule.entries)
+        is_whole = not self.driver.is_stopped or self.recipe.policy == "independent"
+        self.position = span.stop if is_whole else span.start + self.driver.reached - reached_before
+        if self.position < self.feed.num_samples and self._checkpoints_here():
+            self._save_checkpoint(epoch, self.position)
+
+    def _open_leases(self, key: str, span: Lease, *, batch_size: int) -> Leases:
+        if self.world.size == 1:
+            return LocalLeases(span, batch_size=batch_size)
+        return StoreLeases(self.world.store, key, span, rank=self.world.rank, batch_size=batch_size)
+
+    def _conclude(self, epoch: int, seconds: float) -> EpochMetrics:
+        evaluating_s = time.perf_counter()
+        evaluated = self.evaluation.run(f"eval/{epoch}/{self.position}") if self.evaluation else Evaluated()
+        loss_sum, loss_samples = self.replica.tally.drain()
+        account = RankAccount(
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+            eval_sum=evaluated.total,
+            eval_samples=evaluated.samples,
+            samples=self.driver.samples,
+            logged=self.replica.logbook.drain(),
+            averages=self.driver.account.averages,
+            average_cost_s=self.driver.account.cost_s,
+            wait_s=self.driver.account.wait_s,
+            seconds=seconds,
+            eval_s=time.perf_counter() - evaluating_s,
+            wants_stop=self.link.stop_requested.is_set(),
+        )
+        accounts = [RankAccount(**fields) for fields in self.world.exchange_json(asdict(account))]
+        assert self._first_epoch_s is not None
+        self.is_over = self.is_over or self.driver.is_stopped or any(one.wants_stop for one in accounts)
+        metrics = combine(
+            accounts,
+            epoch=epoch,
+            learning_rate=self.replica.optimizer.param_groups[0]["lr"],
+            anchor=self.driver.anchor,
+            drift=self.driver.drift,
+            train_s_before=self.train_s,
+            wall_s=time.perf_counter() - self._first_epoch_s,
+            is_complete=self.position >= self.feed.num_samples,
+        )
+        self.recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval)
+        return metrics
+
+    def _go_on(self, metrics: EpochMetrics) -> None:
+        """Book the epoch, and save what is due."""
+        self.train_s = metrics.train_s
+        self.history.append(as_json(metrics))
+        if metrics.is_complete:
+            self.epoch += 1
+            self.position = 0
+        every = self.config.checkpoint_every
+        is_due = every is not None and (self.epoch % max(1, round(every)) == 0 or self.is_over)
+        if is_due:
+            self._save_checkpoint(self.epoch, self.position)
+        if self.world.rank == 0:
+            write_record(self.folder, self, status="running")
+
+    def finish(self) -> None:
+        """Leave the model, the record and the merged timeline behind."""
+        timelines = self.world.exchange_json(self.recorder.events)
+        schedules = self.world.exchange_json(self.schedules) if self.config.record_schedule else None
+        if self.world.rank == 0:
+            self.folder.write_model(self.replica.model.state_dict())
+            write_timeline(self.folder, timelines)
+            if schedules is not None:
+                write_schedule(self.folder, schedules)
+            write_record(self.folder, self, status="stopped" if self.is_over else "finished")
+        self._barrier("the end of the run")
+
+    def close(self) -> None:
+        if self.averages is not None:
+            self.averages.close()
+        for feed in self._feeds:
+            feed.close()
+
+    def _tell_progress(self) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._last_progress_s < PROGRESS_EVERY_S:
+            return
+        self._last_progress_s = now_s
+        self.link.send(
+            "progress",
+            epoch=self.epoch,
+            samples=self.driver.samples,
+            num_samples=self.feed.num_samples,
+            anchor=self.driver.anchor,
+            loss=self.replica.tally.mean_so_far() if self.world.device.type == "cpu" else None,
+        )
+
+    # Checkpoints
+
+    def _checkpoints_here(self) -> bool:
+        return self.config.checkpoint_every is not None
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.recipe.seed,
+            "batch_size": self.recipe.batch_size,
+            "policy": self.recipe.policy,
+            "num_samples": self.feed.num_samples,
+        }
+
+    def _save_checkpoint(self, epoch: int, position: int) -> None:
+        progress = checkpoint.Progress(
+            epoch=epoch,
+            position=position,
+            windows=self.driver.windows,
+            train_s=self.train_s,
+            planner=self.planner.state(),
+            splitter=self.splitter.state(),
+            epochs=self.history,
+            identity=self._identity(),
+        )
+        assert self.averages is not None
+        state = self.replica.state() | {"average": self.averages.state()}
+        checkpoint.save(
+            self.folder, progress, rank=self.world.rank, model=self.replica.model.state_dict(), rank_state=state
+        )
+        self._barrier("all ranks' parts of a checkpoint")
+        if self.world.rank == 0:
+            path = checkpoint.commit(self.folder, progress)
+            self.recorder.event("checkpoint", epoch=epoch, position=position, path=path.name)
+
+    def _resume(self, path: Path) -> dict[str, Any] | None:
+        """Go back to where the checkpoint was taken; returns what the averages need once they have begun."""
+        progress = checkpoint.load_progress(path, identity=self._identity())
+        self.replica.model.load_state_dict(checkpoint.load_shared(path))
+        state = checkpoint.load_rank(path, self.world.rank)
+        self.replica.restore(state)
+        same_world = len(progress.planner.get("paces", ())) in (0, self.world.size)
+        if same_world:
+            self.planner.restore(progress.planner)
+            self.splitter.restore(progress.splitter)
+        self.driver.windows = progress.windows
+        self.epoch, self.position, self.train_s = progress.epoch, progress.position, progress.train_s
+        self.history = list(progress.epochs)
+        if self.world.rank == 0:
+            self.recorder.event("resume", epoch=self.epoch, position=self.position, path=path.name)
+        average_state: dict[str, Any] | None = state["average"]
+        return average_state

@@ -1,0 +1,107 @@
+"""The record of a run: enough to report, compare and reproduce it without the process that made it.
+
+Decides what `record.json` holds; reports and diffs read nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider._version import __version__
+from outrider.replica import recipe as recipes
+from outrider.runtime import config as configs
+from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
+from outrider.timeline.recorder import Event, merged
+
+if TYPE_CHECKING:
+    from outrider.runtime.rank import RankRun
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware that a number depends on."""
+    return {
+        "outrider": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "num_cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def commit() -> str | None:
+    """The commit of the folder the run was started in; None where there is none."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def write_record(folder: RunFolder, run: RankRun, *, status: str) -> None:
+    """Written after every epoch, so that a run that dies leaves the epochs it finished."""
+    folder.write_json(
+        "record.json",
+        {
+            "schema_version": SCHEMA_VERSION,
+            "status": status,
+            "policy": run.recipe.policy,
+            "backend": run.backend,
+            "devices": run.devices,
+            "num_samples": run.feed.num_samples,
+            "options": recipes.settings(run.recipe) | configs.settings(run.config),
+            "environment": environment(),
+            "commit": run.commit,
+            "epochs": run.history,
+            "totals": totals(run.history),
+        },
+    )
+
+
+def totals(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over all epochs; throughput is of training time, evaluation excluded."""
+    samples = sum(epoch["samples"] for epoch in epochs)
+    seconds = sum(epoch["seconds"] for epoch in epochs)
+    return {
+        "samples": samples,
+        "train_s": seconds,
+        "samples_per_s": samples / seconds if seconds else None,
+        "averages": sum(epoch["averages"] for epoch in epochs),
+        "exposed_average_fraction": _weighted(epochs, "exposed_average_fraction", seconds),
+        "wait_fraction": _weighted(epochs, "wait_fraction", seconds),
+        "eval": epochs[-1]["eval"] if epochs else None,
+    }
+
+
+def _weighted(epochs: Sequence[dict[str, Any]], name: str, seconds: float) -> float | None:
+    return sum(epoch[name] * epoch["seconds"] for epoch in epochs) / seconds if seconds else None
+
+
+def write_timeline(folder: RunFolder, timelines: Sequence[Sequence[Event]]) -> None:
+    folder.write_json("timeline.json", merged(timelines))
+
+
+def write_schedule(folder: RunFolder, schedules: Sequence[Sequence[Any]]) -> None:
+    """Per segment and rank, as the lab replays it."""
+    by_segment = [list(ranks) for ranks in zip(*schedules, strict=True)]
+    folder.write_json("schedule.json", {"schema_version": SCHEMA_VERSION, "segments": by_segment})
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""What happened when: events, recorder, exporters. Knows no torch."""

@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.core.effects import Batch, Decision, RankFacts, Report
+from outrider.core.split import Split, Splitter, TimeModel, even, minimise_slowest
+from outrider.core.timemodel import slowest_ms
+from outrider.errors import ConfigError
+
+unhurried = settings(deadline=None)
+models = st.builds(
+    TimeModel,
+    fixed_ms=st.sampled_from([0.0, 0.5, 3.0, 10.0]) | st.floats(0.0, 20.0),
+    per_sample_ms=st.sampled_from([0.1, 1.0, 2.5]) | st.floats(0.05, 5.0),
+)
+worlds = st.lists(models, min_size=1, max_size=3)
+
+# (fixed ms, ms per sample) of each rank
+Truth = Sequence[tuple[float, float]]
+
+
+def fitted(observations: Sequence[tuple[int, float]]) -> TimeModel:
+    model = TimeModel()
+    for samples, ms in observations:
+        model.observe(samples, ms)
+        model.fit()
+    return model
+
+
+def report_of(samples: Sequence[int], times_ms: Sequence[float]) -> Report:
+    ranks = tuple(
+        RankFacts(samples=count, batches=1, compute_ms=ms, exposed_ms=0.0)
+        for count, ms in zip(samples, times_ms, strict=True)
+    )
+    return Report(window=0, ranks=ranks)
+
+
+def run(splitter: Splitter, steps: int, truth: Truth, *, total: int = 128) -> list[Decision]:
+    decisions: list[Decision] = []
+    for _ in range(steps):
+        samples = splitter.next(total).samples
+        times_ms = [fixed + count * each for count, (fixed, each) in zip(samples, truth, strict=True)]
+        decisions += splitter.learn(report_of(samples, times_ms))
+    return decisions
+
+
+def best_by_trying_all(world: Sequence[TimeModel], total: int, caps: Sequence[int | None]) -> float:
+    choices = [range((total if cap is None else min(cap, total)) + 1) for cap in caps]
+    return min(slowest_ms(world, counts) for counts in itertools.product(*choices) if sum(counts) == total)
+
+
+# The time model.
+
+
+def test_with_one_size_seen_time_is_proportional() -> None:
+    model = fitted([(64, 32.0)] * 8)
+    assert (model.fixed_ms, model.per_sample_ms) == pytest.approx((0.0, 0.5))
+
+
+def test_sizes_that_vary_tell_fixed_from_per_sample_cost() -> None:
+    model = fitted([(count, 10 + 0.5 * count) for count in (64, 80, 48, 80, 48)])
+    assert (model.fixed_ms, model.per_sample_ms) == pytest.approx((10.0, 0.5))
+
+
+def test_coefficients_are_never_negative() -> None:
+    model = fitted([(64, 32.0), (80, 64.0), (48, 12.0), (80, 64.0), (48, 12.0)])
+    assert model.fixed_ms == 0.0
+    assert model.per_sample_ms > 0
+
+
+def test_samples_are_never_taken_for_free() -> None:
+    model = fitted([(64, 10.0), (80, 10.0), (48, 10.0), (80, 10.0), (48, 10.0)])
+    assert model.per_sample_ms == pytest.approx(0.05 * 10 / 64, rel=0.01)
+
+
+def test_what_was_learned_of_the_fixed_cost_outlives_the_varied_sizes() -> None:
+    model = fitted([(count, 10 + 0.5 * count) for count in (64, 80, 48, 80, 48)] + [(64, 42.0)] * 300)
+    assert (model.fixed_ms, model.per_sample_ms) == pytest.approx((10.0, 0.5), rel=0.01)
+
+
+def test_a_single_hiccup_hardly_moves_the_model() -> None:
+    model = fitted([(64, 32.0)] * 20 + [(64, 320.0)])
+    assert model.per_sample_ms == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_lasting_change_of_speed_is_learned_in_three_steps() -> None:
+    model = fitted([(64, 32.0)] * 20 + [(64, 96.0)] * 3)
+    assert model.per_sample_ms == pytest.approx(1.5)
+
+
+def test_a_lasting_change_of_speed_is_announced_once() -> None:
+    model = fitted([(64, 32.0)] * 20)
+    announced = []
+    for _ in range(6):
+        announced.append(model.observe(64, 96.0))
+        model.fit()
+    assert announced == [False, False, True, False, False, False]
+
+
+def test_a_restored_model_goes_on_as_the_saved_one() -> None:
+    model = fitted([(64, 32.0), (80, 41.0), (48, 22.0), (80, 43.0), (48, 90.0)])
+    restored = TimeModel.restored(json.loads(json.dumps(model.state())))
+    assert restored.state() == model.state()
+
+
+# The optimum.
+
+
+@unhurried
+@given(worlds, st.integers(0, 12))
+def test_the_split_is_as_good_as_the_best_of_all_splits(world: list[TimeModel], total: int) -> None:
+    samples = minimise_slowest(world, total, [None] * len(world))
+    assert sum(samples) == total
+    assert slowest_ms(world, samples) == best_by_trying_all(world, total, [None] * len(world))
+
+
+@unhurried
+@given(st.lists(st.tuples(models, st.none() | st.integers(0, 12)), min_size=1, max_size=3), st.integers(0, 12))
+def test_with_caps_the_split_is_as_good_as_the_best_of_all_splits(
+    world: list[tuple[TimeModel, int | None]], total: int
+) -> None:
+    costs, caps = [model for model, _ in world], [*[cap for _, cap in world], None]
+    costs.append(TimeModel(50.0, 5.0))
+    samples = minimise_slowest(costs, total, caps)
+    assert sum(samples) == total
+    assert all(cap is None or count <= cap for count, cap in zip(samples, caps, strict=True))
+    assert slowest_ms(costs, samples) == best_by_trying_all(costs, total, caps)
+
+
+@unhurried
+@given(st.lists(models, min_size=2, max_size=8), st.integers(1_000, 20_000))
+def test_in_large_batches_moving_one_sample_gains_nothing(world: list[TimeModel], total: int) -> None:
+    samples = minimise_slowest(world, total)
+    slowest = slowest_ms(world, samples)
+    assert sum(samples) == total
+    assert all(
+        model.fixed_ms + model.per_sample_ms * (count + 1) >= slowest
+        for model, count in zip(world, samples, strict=True)
+    )
+
+
+def test_a_rank_whose_fixed_cost_exceeds_the_others_time_is_left_out() -> None:
+    assert minimise_slowest([TimeModel(0.0, 1.0), TimeModel(100.0, 1.0)], 64) == (64, 0)
+
+
+def test_caps_that_cannot_hold_the_batch_are_an_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        minimise_slowest([TimeModel(0.0, 1.0)] * 2, 128, (64, 32))
+    assert caught.value.message == "a batch of 128 samples does not fit: the ranks can hold 96 (caps 64, 32)"
+    assert caught.value.hint == "lower batch_size, raise the caps or add a device"
+
+
+def test_even_parts_give_the_remainder_to_the_first_ranks() -> None:
+    assert even(11, 4) == (3, 3, 3, 2)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 100))
+def test_even_parts_are_whole_and_differ_by_at_most_one(total: int, ranks: int) -> None:
+    parts = even(total, ranks)
+    assert (sum(parts), len(parts)) == (total, ranks)
+    assert max(parts) - min(parts) <= 1
+
+
+def test_positions_are_dealt_in_rank_order() -> None:
+    split = Split(samples=(100, 0, 28), reason="")
+    assert [split.batch(rank, 1000) for rank in range(3)] == [Batch(1000, 100), Batch(1100, 0), Batch(1100, 28)]
+    assert split.total == 128
+
+
+# The splitter.
+
+
+def test_the_first_split_is_even() -> None:
+    assert Splitter(world_size=3).next(10) == Split(samples=(4, 3, 3), reason="even: nothing measured yet")
+
+
+def test_the_first_split_follows_speed_hints() -> None:
+    split = Splitter(world_size=2, speed_hints=(3, 1)).next(128)
+    assert split == Split(samples=(96, 32), reason="speed_hints as given")
+
+
+def test_shares_are_kept_whatever_the_times() -> None:
+    splitter = Splitter(world_size=2, shares=(0.75, 0.25))
+    assert run(splitter, 50, [(0.0, 1.0), (0.0, 1.0)]) == []
+    assert splitter.next(128) == Split(samples=(96, 32), reason="shares as given")
+
+
+def test_the_first_step_is_warm_up_and_teaches_nothing() -> None:
+    splitter = Splitter(world_size=2)
+    splitter.next(128)
+    splitter.learn(report_of((64, 64), (9_000.0, 10.0)))
+    assert splitter.next(128).samples == (64, 64)
+
+
+def test_sizes_are_varied_for_four_steps() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 2, [(0.0, 1.0), (0.0, 1.0)])
+    seen = []
+    for _ in range(5):
+        seen.append(splitter.next(128).samples)
+        run(splitter, 1, [(0.0, 1.0), (0.0, 1.0)])
+    assert seen == [(48, 80), (80, 48), (48, 80), (80, 48), (64, 64)]
+
+
+def test_the_split_brings_all_ranks_to_the_same_time() -> None:
+    splitter = Splitter(world_size=2)
+    decisions = run(splitter, 7, [(10.0, 0.5), (0.0, 1.0)])
+    assert splitter.next(128).samples == (79, 49)
+    assert decisions == [
+        Decision(
+            "split",
+            (79, 49),
+            "slowest rank takes 49.50 ms by the fitted times",
+            {"from": None, "to": (79, 49)},
+        )
+    ]
+
+
+def test_nothing_is_decided_while_times_stay_the_same() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 10, [(10.0, 0.4), (0.0, 1.0)])
+    assert run(splitter, 200, [(10.0, 0.4), (0.0, 1.0)]) == []
+
+
+def test_a_gain_below_two_percent_is_not_worth_a_change() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 10, [(0.0, 1.0), (0.0, 1.0)])
+    assert run(splitter, 200, [(0.0, 1.0), (0.0, 1.02)]) == []
+
+
+def test_a_rank_that_slows_down_gets_less_within_three_steps() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 20, [(0.0, 1.0), (0.0, 1.0)])
+    run(splitter, 3, [(0.0, 1.0), (0.0, 3.0)])
+    assert splitter.next(128).samples == (96, 32)
+
+
+def test_a_rank_that_slows_down_a_little_gets_less_after_a_while() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 20, [(0.0, 1.0), (0.0, 1.0)])
+    run(splitter, 150, [(0.0, 1.0), (0.0, 1.3)])
+    assert splitter.next(128).samples[1] in range(55, 58)
+
+
+def test_one_hiccup_does_not_move_the_split() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 30, [(0.0, 1.0), (0.0, 1.0)])
+    splitter.learn(report_of((64, 64), (640.0, 64.0)))
+    assert run(splitter, 40, [(0.0, 1.0), (0.0, 1.0)]) == []
+
+
+def test_a_smaller_batch_is_split_by_the_same_times() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 10, [(0.0, 1.0), (0.0, 3.0)])
+    assert splitter.next(20) == Split(samples=(15, 5), reason="by the fitted times")
+
+
+def test_a_smaller_batch_does_not_displace_the_usual_split() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 10, [(0.0, 1.0), (0.0, 3.0)])
+    usual = splitter.next(128)
+    splitter.next(20)
+    assert splitter.next(128) is usual
+
+
+def test_caps_bound_every_split() -> None:
+    splitter = Splitter(world_size=2, caps=(70, None))
+    seen = []
+    for _ in range(40):
+        seen.append(splitter.next(128).samples[0])
+        run(splitter, 1, [(0.0, 1.0), (0.0, 3.0)])
+    assert max(seen) == 70
+
+
+def test_a_rank_that_was_left_out_is_tried_again() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 20, [(0.0, 1.0), (500.0, 1.0)])
+    left_out = splitter.next(128).samples
+    run(splitter, 600, [(0.0, 1.0), (0.0, 1.0)])
+    assert left_out == (128, 0)
+    assert splitter.next(128).samples[1] >= 60
+
+
+def test_one_rank_has_it_all() -> None:
+    splitter = Splitter(world_size=1)
+    assert run(splitter, 40, [(1.0, 1.0)]) == []
+    assert splitter.next(128).samples == (128,)
+
+
+def test_steps_without_a_measured_time_teach_nothing() -> None:
+    splitter = Splitter(world_size=2)
+    for _ in range(40):
+        assert splitter.learn(report_of(splitter.next(128).samples, (0.0, 0.0))) == []
+    assert splitter.next(128).samples == (64, 64)
+
+
+def test_shares_of_a_rank_follow_the_split() -> None:
+    splitter = Splitter(world_size=2)
+    before = splitter.share(0)
+    run(splitter, 10, [(0.0, 1.0), (0.0, 3.0)])
+    assert (before, splitter.share(0)) == (0.5, 0.75)
+
+
+@unhurried
+@given(
+    total=st.integers(1, 300),
+    truth=st.lists(st.tuples(st.floats(0.0, 20.0), st.floats(0.05, 5.0)), min_size=1, max_size=5),
+)
+def test_every_split_covers_the_batch(total: int, truth: list[tuple[float, float]]) -> None:
+    splitter = Splitter(world_size=len(truth))
+    for _ in range(24):
+        split = splitter.next(total)
+        assert split.total == total
+        assert min(split.samples) >= 0
+        run(splitter, 1, truth, total=total)
+
+
+def test_a_restored_splitter_goes_on_as_the_saved_one() -> None:
+    splitter = Splitter(world_size=2)
+    run(splitter, 25, [(10.0, 0.4), (0.0, 1.0)])
+    restored = Splitter(world_size=2)
+    restored.restore(json.loads(json.dumps(splitter.state())))
+    assert restored.next(128) == splitter.next(128)
+    assert restored.state() == splitter.state()
+
+
+def refused(make: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, str | None]:
+    with pytest.raises(ConfigError) as caught:
+        make(*arguments, **options)
+    return caught.value.message, caught.value.hint
+
+
+def test_the_state_of_another_world_is_refused() -> None:
+    assert refused(Splitter(world_size=2).restore, Splitter(world_size=3).state()) == (
+        "the saved splitter has 3 ranks, got world_size=2",
+        "resume with the same number of devices",
+    )
+
+
+def test_caps_for_another_world_are_refused() -> None:
+    assert refused(Splitter, world_size=3, caps=(64, None)) == (
+        "caps must be one number >= 0 or none per rank, got 64, none for world_size=3",
+        "leave caps out where memory does not bind",
+    )
