@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.anchor import Anchor, batches_at, least_waste, waste
 from outrider.core.effects import Decision
+
+unhurried = settings(deadline=None)
 
 
 def anchor_of(start: int, *, minimum: int = 1, maximum: int = 200) -> Anchor:
@@ -99,6 +101,7 @@ def test_a_restored_anchor_keeps_its_value() -> None:
     assert Anchor.restored(state, minimum=1, maximum=200, overhead_target=0.10).value == 20
 
 
+@unhurried
 @given(cost_ms=st.floats(0.01, 100.0), pace_ms=st.floats(1.0, 100.0), start=st.integers(1, 200))
 def test_a_steady_cost_is_brought_to_the_target_or_the_anchor_to_its_bound(
     cost_ms: float, pace_ms: float, start: int
@@ -134,6 +137,7 @@ def test_the_chosen_anchor_respects_the_bounds() -> None:
     assert least_waste(3, [10.0, 25.0], minimum=1, maximum=3) == 2
 
 
+@unhurried
 @given(st.integers(1, 200), st.lists(st.floats(1.0, 20.0), min_size=1, max_size=5))
 def test_the_chosen_anchor_is_near_and_wastes_no_more(anchor: int, paces: list[float]) -> None:
     chosen = least_waste(anchor, paces, minimum=1, maximum=200)

@@ -5,11 +5,13 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.effects import Decision
 from outrider.core.guard import Guard
+
+unhurried = settings(deadline=None)
 
 
 def judged(guard: Guard, drifts: list[float]) -> list[Decision]:
@@ -42,11 +44,13 @@ def test_slow_divergence_is_seen_too() -> None:
     assert verdicts[0].value == "rising"
 
 
+@unhurried
 @given(st.integers(0, 10_000))
 def test_a_steady_noisy_run_is_left_alone(seed: int) -> None:
     assert judged(Guard(None), noisy(0.01, 300, seed=seed)) == []
 
 
+@unhurried
 @given(st.integers(0, 10_000))
 def test_a_decaying_noisy_run_is_left_alone(seed: int) -> None:
     assert judged(Guard(None), noisy(0.01, 300, seed=seed, decay=0.98)) == []

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.pace import Pace
+
+unhurried = settings(deadline=None)
 
 
 def observed(pace: Pace, times_ms: Iterable[float]) -> float:
@@ -58,6 +60,7 @@ def test_one_hiccup_is_forgotten_after_three_windows() -> None:
     assert observed(Pace(100.0), [1000.0, 100.0, 100.0, 100.0]) == pytest.approx(100.0, rel=0.15)
 
 
+@unhurried
 @given(st.floats(0.1, 1e4), st.lists(st.floats(0.1, 1e4), min_size=1, max_size=20))
 def test_the_gain_stays_between_a_tenth_and_eight_tenths(start_ms: float, times_ms: list[float]) -> None:
     pace = Pace(start_ms)

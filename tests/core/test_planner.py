@@ -232,10 +232,6 @@ def test_shares_follow_speed_hints_until_measured() -> None:
     assert planner_of(speed_hints=(3.0, 1.0)).share(0) == pytest.approx(0.75)
 
 
-def test_the_fastest_rank_is_known() -> None:
-    assert measured([30.0, 10.0, 10.0]).fastest == 1
-
-
 # The anchor.
 
 

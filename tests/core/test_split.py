@@ -161,6 +161,7 @@ def test_even_parts_give_the_remainder_to_the_first_ranks() -> None:
     assert even(11, 4) == (3, 3, 3, 2)
 
 
+@unhurried
 @given(st.integers(0, 10_000), st.integers(1, 100))
 def test_even_parts_are_whole_and_differ_by_at_most_one(total: int, ranks: int) -> None:
     parts = even(total, ranks)

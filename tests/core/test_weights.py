@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.weights import proportions, weights
 from outrider.errors import ConfigError
+
+unhurried = settings(deadline=None)
 
 
 def test_weights_are_parts_of_all_samples() -> None:
@@ -20,6 +22,7 @@ def test_when_nobody_moved_all_weights_are_zero() -> None:
     assert weights([0, 0, 0]) == (0.0, 0.0, 0.0)
 
 
+@unhurried
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=50).filter(any))
 def test_weights_sum_to_one(samples: list[int]) -> None:
     assert sum(weights(samples)) == pytest.approx(1.0, abs=1e-12)

@@ -15,7 +15,7 @@ from outrider.errors import DataError
 
 class Doubled(TensorDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(2 * tensor for tensor in super().__getitem__(index))
+        return tuple(2 * tensor[index] for tensor in self.tensors)
 
 
 class Named(NamedTuple):

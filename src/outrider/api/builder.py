@@ -54,9 +54,13 @@ class DdpBuilder:
         """The training data: a map-style data set, tensors, or a function that makes one."""
         return DdpBuilder({**self._required, "dataset": dataset}, self._options)
 
-    def evaluate(self, function: EvaluateFunction, dataset: Any) -> DdpBuilder:
-        """Evaluate after every epoch: `function(model, batch)` gives the mean over the batch."""
-        return self._with("evaluate", function)._with("eval_dataset", dataset)
+    def evaluate(self, function: EvaluateFunction) -> DdpBuilder:
+        """Evaluate `eval_dataset` after every epoch: `function(model, batch)` gives the mean over the batch."""
+        return self._with("evaluate", function)
+
+    def eval_dataset(self, dataset: Any) -> DdpBuilder:
+        """The data that `evaluate` sees."""
+        return self._with("eval_dataset", dataset)
 
     def num_epochs(self, number: int) -> DdpBuilder:
         """Passes over the data set."""
@@ -194,6 +198,10 @@ class DdpBuilder:
         """Draw a new order each epoch."""
         return self._with("shuffle", is_on)
 
+    def threads_per_rank(self, number: int) -> DdpBuilder:
+        """Threads of each rank."""
+        return self._with("threads_per_rank", number)
+
     def port(self, number: int) -> DdpBuilder:
         """Port of the store on loopback."""
         return self._with("port", number)
@@ -201,3 +209,7 @@ class DdpBuilder:
     def timeout_s(self, seconds: float) -> DdpBuilder:
         """How long a rank waits for the others."""
         return self._with("timeout_s", seconds)
+
+    def record_schedule(self, is_on: bool) -> DdpBuilder:
+        """Write `schedule.json`: every step and average, as the lab can replay them."""
+        return self._with("record_schedule", is_on)

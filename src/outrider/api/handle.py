@@ -6,7 +6,10 @@ Decides how a program waits for its run; the ranks are watched by `runtime.ranks
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+import atexit
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +19,20 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
-from outrider.runtime.folder import RunFolder, load_model
+from outrider.runtime.folder import RunFolder, load_into, load_model
 from outrider.runtime.messages import Link, Message
 from outrider.runtime.metrics import EpochMetrics, from_json
 from outrider.runtime.ranks import Ranks
+from outrider.runtime.record import close_record
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_ENDED_AT_EXIT = """\
+outrider: the program ended before its run, so the run was ended too; what it left is in {folder}
+hint: call join() on the handle to wait for the run, or stop() and join() to end it early and keep the model"""
+_FAILED_UNSEEN = """\
+outrider: the run in {folder} failed, and the program did not look: {error}
+hint: call join() on the handle, which raises what made a run fail"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +48,7 @@ class Trained:
 
     def load_into(self, model: Model) -> Model:
         """Load the trained parameters and buffers into a model of the same architecture, and return it."""
-        model.load_state_dict(self.state_dict)
+        load_into(model, self.run_dir / "model.safetensors")
         return model
 
 
@@ -114,6 +125,10 @@ class StartedRun(Run):
         super().__init__(folder)
         self.ranks = ranks
         self._on_message = on_message
+        self._record_before = folder.read_json("record.json")
+        self._is_closed = False
+        self._starter_pid = os.getpid()
+        atexit.register(self._end_at_exit)
 
     @property
     def is_running(self) -> bool:
@@ -123,14 +138,52 @@ class StartedRun(Run):
         self.ranks.stop()
 
     def close(self) -> None:
+        was_running = self.is_running
         self.ranks.close()
+        atexit.unregister(self._end_at_exit)
+        if was_running and not self._has_recorded_end():
+            self._is_closed = True
+            close_record(self._folder, status="closed")
+
+    def _has_recorded_end(self) -> bool:
+        """Whether the ranks got as far as their last record; one that was there before is not theirs."""
+        record = self._folder.read_json("record.json")
+        return record is not None and record != self._record_before and record["status"] in ("finished", "stopped")
+
+    def _end_at_exit(self) -> None:
+        # A fork of the starter runs this at its exit too, and must leave the ranks alone.
+        if os.getpid() != self._starter_pid:
+            return
+        if self.is_running:
+            self.close()
+            print(_ENDED_AT_EXIT.format(folder=self.run_dir), file=sys.stderr)
+            return
+        try:
+            self._conclude()
+        except OutriderError as error:
+            print(_FAILED_UNSEEN.format(folder=self.run_dir, error=error), file=sys.stderr)
+
+    def _conclude(self) -> None:
+        """Once all ranks have ended: raise what made them fail, and have the record say so."""
+        self.ranks.wait()
+        atexit.unregister(self._end_at_exit)
+        try:
+            self.ranks.raise_error()
+        except OutriderError as error:
+            close_record(self._folder, status="failed", error=error)
+            raise
+        if self._is_closed:
+            raise _closed_error()
 
     def _advance(self, timeout_s: float | None) -> bool:
-        message = self.ranks.next_message(timeout_s)
+        try:
+            message = self.ranks.next_message(timeout_s)
+        except KeyboardInterrupt:
+            self.close()
+            raise
         if message is None:
             if timeout_s is None or not self.ranks.is_running:
-                self.ranks.wait()
-                self.ranks.raise_error()
+                self._conclude()
             return False
         if message.kind == "epoch":
             self.epochs.append(from_json(message.fields))
@@ -141,11 +194,12 @@ class StartedRun(Run):
 class AdoptedRun(Run):
     """A run in which this process is one of the ranks: it trains while somebody waits for it."""
 
-    def __init__(self, training: Iterator[EpochMetrics], link: Link, folder: RunFolder) -> None:
+    def __init__(self, training: Generator[EpochMetrics], link: Link, folder: RunFolder) -> None:
         super().__init__(folder)
         self._training = training
         self._link = link
         self._has_ended = False
+        self._error: OutriderError | None = None
 
     @property
     def is_running(self) -> bool:
@@ -155,11 +209,14 @@ class AdoptedRun(Run):
         self._link.stop_requested.set()
 
     def close(self) -> None:
-        self._has_ended = True
-        if hasattr(self._training, "close"):
+        if not self._has_ended:
+            self._has_ended = True
+            self._error = _closed_error()
             self._training.close()
 
     def _advance(self, timeout_s: float | None) -> bool:
+        if self._error is not None:
+            raise self._error
         if self._has_ended:
             return False
         try:
@@ -167,11 +224,20 @@ class AdoptedRun(Run):
         except StopIteration:
             self._has_ended = True
             return False
-        except OutriderError:
-            self._has_ended = True
+        except OutriderError as error:
+            self._has_ended, self._error = True, error
+            raise
+        except BaseException:
+            self._has_ended, self._error = True, _closed_error()
             raise
         return True
 
     def _has_more(self) -> bool:
         # One epoch per poll: training happens here, and the caller has its own work to do.
         return False
+
+
+def _closed_error() -> OutriderError:
+    return OutriderError(
+        "the run was closed before it was done", hint="call join() first, or stop() to end it early and keep the model"
+    )

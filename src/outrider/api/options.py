@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     collate: Callable[[list[Any]], Any] | None
     resident: bool | Literal["auto"]
     shuffle: bool
+    threads_per_rank: int | None
     port: int
     timeout_s: float
     record_schedule: bool

@@ -5,26 +5,32 @@ Decides whether to start ranks or to be one; everything else is the runtime's.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
 
 from outrider.api.handle import AdoptedRun, Run, StartedRun
 from outrider.api.options import Options, Order, make_order
-from outrider.errors import DeviceError
+from outrider.data.feed import open_dataset
+from outrider.data.table import as_table
+from outrider.errors import DeviceError, OutriderError
 from outrider.machine.devices import cuda_devices, resolve_devices
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
+from outrider.runtime import checkpoint
 from outrider.runtime import config as configs
 from outrider.runtime.entry import run_rank
 from outrider.runtime.environment import Environment, adopted, local_devices
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
 from outrider.runtime.launch import launch
-from outrider.runtime.messages import Link, Message, adopted_link
+from outrider.runtime.messages import Link, Message, adopted_link, describe_error, rebuild_error
 from outrider.runtime.metrics import EpochMetrics
-from outrider.runtime.rank import RunSetting, train_rank
+from outrider.runtime.rank import RunSetting, check_num_samples, train_rank
+from outrider.runtime.record import close_record
 from outrider.runtime.world import World, choose_backend
 
 
@@ -57,20 +63,52 @@ def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
     resolved = resolve_devices(order.config.devices, cuda_devices=cuda_devices())
     choice = choose_backend(order.config.backend, resolved.devices)
     _refuse_slices(resolved.devices)
+    _check(order, world_size=len(resolved.devices))
     folder = RunFolder(order.config.run_dir or _default_run_dir(order))
-    folder.create()
     devices = tuple(str(spec) for spec in resolved.devices)
     reasons = {"devices": resolved.reason, "backend": choice.reason}
-    folder.write_json("config.json", _config_json(order, devices=devices, backend=choice.backend, reasons=reasons))
     setting = RunSetting(folder=folder.path, origin_s=time.time(), backend=choice.backend, devices=devices)
-    ranks = launch(
-        run_rank,
-        _payload(order, setting),
-        devices=resolved.devices,
-        log_dir=folder.path,
-        port=order.config.port,
-    )
+    with _gone_if_not_started(folder):
+        _open_folder(folder, order, _config_json(order, devices=devices, backend=choice.backend, reasons=reasons))
+        ranks = launch(
+            run_rank,
+            _payload(order, setting),
+            devices=resolved.devices,
+            log_dir=folder.path,
+            port=order.config.port,
+            num_threads=order.config.threads_per_rank,
+        )
     return StartedRun(ranks, folder, on_message=on_message)
+
+
+def _check(order: Order, *, world_size: int) -> None:
+    """What can be told before any process starts; what a function makes is looked at by the ranks."""
+    order.recipe.planner_config(world_size)
+    if order.config.resume is not None:
+        path = checkpoint.find(order.config.resume)
+        checkpoint.load_progress(path, identity=checkpoint.identity(order.recipe))
+    if not callable(order.recipe.dataset):
+        dataset = open_dataset(order.recipe.dataset)
+        table = as_table(dataset)
+        check_num_samples(len(dataset if table is None else table), world_size=world_size)
+
+
+@contextmanager
+def _gone_if_not_started(folder: RunFolder) -> Iterator[None]:
+    """A run that cannot be started leaves no folder behind that was not there before."""
+    was_there = folder.path.exists()
+    try:
+        yield
+    except BaseException:
+        if not was_there:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+def _open_folder(folder: RunFolder, order: Order, config_json: dict[str, Any]) -> None:
+    checkpoint.refuse_strangers(folder, resume=order.config.resume)
+    folder.create()
+    folder.write_json("config.json", config_json)
 
 
 def _payload(order: Order, setting: RunSetting) -> dict[str, Any]:
@@ -88,29 +126,52 @@ def _payload(order: Order, setting: RunSetting) -> dict[str, Any]:
 
 def _adopt(order: Order, environment: Environment) -> Run:
     specs = local_devices(environment, order.config.devices, cuda_devices=cuda_devices())
-    link = adopted_link(environment, devices=specs)
+    _check(order, world_size=environment.world_size)
+    link = adopted_link(environment, devices=specs, num_threads=order.config.threads_per_rank)
     folder = RunFolder(order.config.run_dir or _default_run_dir(order))
     return AdoptedRun(_train_here(order, link, folder), link, folder)
 
 
-def _train_here(order: Order, link: Link, folder: RunFolder) -> Iterator[EpochMetrics]:
+def _train_here(order: Order, link: Link, folder: RunFolder) -> Generator[EpochMetrics]:
     with World.join(link, timeout_s=order.config.timeout_s) as world:
         choice = choose_backend(order.config.backend, world.specs)
         devices = tuple(str(spec) for spec in world.specs)
         shared = world.exchange_json({"folder": str(folder.path), "origin_s": time.time()})[0]
         folder.path = Path(shared["folder"])
         if world.rank == 0:
-            folder.create()
             reasons = {"devices": "of the ranks that were there", "backend": choice.reason}
-            folder.write_json(
-                "config.json", _config_json(order, devices=devices, backend=choice.backend, reasons=reasons)
-            )
+            _open_folder(folder, order, _config_json(order, devices=devices, backend=choice.backend, reasons=reasons))
         setting = RunSetting(folder=folder.path, origin_s=shared["origin_s"], backend=choice.backend, devices=devices)
-        yield from train_rank(link, order.recipe, order.config, world=world, setting=setting)
+        with _recorded_end(link, folder):
+            yield from train_rank(link, order.recipe, order.config, world=world, setting=setting)
+
+
+@contextmanager
+def _recorded_end(link: Link, folder: RunFolder) -> Iterator[None]:
+    """Where no starter watches, rank 0 records an end that is not the last record's; errors become ours."""
+    try:
+        yield
+    except BaseException as error:
+        told = _as_ours(error, link)
+        if link.rank == 0:
+            close_record(folder, status="failed" if told else "closed", error=told)
+        if told is None or told is error:
+            raise
+        raise told from error
+
+
+def _as_ours(error: BaseException, link: Link) -> OutriderError | None:
+    """The error as a starter would see it; None for a program that closes the run or is interrupted."""
+    if isinstance(error, OutriderError):
+        return error
+    if not isinstance(error, Exception):
+        return None
+    return rebuild_error({**describe_error(error, rank=link.rank, spec=link.spec), "traceback": None})
 
 
 def _config_json(order: Order, *, devices: tuple[str, ...], backend: str, reasons: dict[str, str]) -> dict[str, Any]:
     names = {name: _name_of(getattr(order.recipe, name)) for name in sorted(recipes.OBJECTS)}
+    names |= {name: _name_of(getattr(order.config, name)) for name in sorted(configs.OBJECTS)}
     return {
         "schema_version": SCHEMA_VERSION,
         "devices": devices,

@@ -50,7 +50,8 @@ class Tenant:
     def current(self) -> Tensor:
         if self.kind is Kind.PARAMETER:
             return self.tensor
-        return self.owner._buffers.get(self.key, self.tensor)  # type: ignore[return-value]  # a removed one keeps its place
+        found = self.owner._buffers.get(self.key)
+        return self.tensor if found is None else found
 
 
 @dataclass(kw_only=True, slots=True)

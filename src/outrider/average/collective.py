@@ -48,7 +48,7 @@ class GroupCollective:
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "parameters") -> None:
         self._group = group
         self._what = what
-        self._backend = dist.get_backend(group)
+        self.backend = dist.get_backend(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -66,7 +66,7 @@ class GroupCollective:
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """The integers of every rank, in rank order."""
-        device = "cuda" if self._backend == "nccl" else "cpu"
+        device = "cuda" if self.backend == "nccl" else "cpu"
         table = torch.zeros(self.world_size, len(values), dtype=torch.int64, device=device)
         table[self.rank] = torch.tensor(values, dtype=torch.int64)
         self.sum_([table])
@@ -79,16 +79,17 @@ class GroupCollective:
     def _run(self, tensors: Sequence[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
         for tensor in tensors:
             # Gloo has had races between host and device with CUDA tensors; the host path makes its own copies.
-            assert tensor.is_cuda == (self._backend == "nccl"), f"{self._backend} was handed a {tensor.device} tensor"
+            assert tensor.is_cuda == (self.backend == "nccl"), f"{self.backend} was handed a {tensor.device} tensor"
         try:
             # Started together, waited for together: small tensors share one round trip.
             for work in [start(tensor) for tensor in tensors]:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
             raise PeerLostError(
                 f"rank {self.rank} of {self.world_size} lost a peer while exchanging {self._what} "
-                f"({len(tensors)} tensors over {self._backend}): {_first_line(error)}",
+                f"({num_bytes:,} bytes over {self.backend}): {_first_line(error)}",
                 hint="look for the first error among the other ranks",
                 rank=self.rank,
             ) from error

@@ -16,10 +16,10 @@ class Counters:
     def __init__(self, arena: Arena, *, device: torch.device) -> None:
         self._arena = arena
         sizes = [tensor.numel() for tensor in arena.integers]
-        is_pinned = arena.device.type == "cuda" and device.type == "cpu"
+        self._is_pinned = arena.device.type == "cuda" and device.type == "cpu"
         self._here = torch.zeros(sum(sizes), dtype=torch.int64, device=arena.device)
-        self._snapshot = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=is_pinned)
-        self.maxima = torch.zeros_like(self._snapshot, pin_memory=is_pinned)
+        self._snapshot = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=self._is_pinned)
+        self.maxima = torch.zeros_like(self._snapshot, pin_memory=self._is_pinned)
         self._views = [
             view.view(tensor.shape) for view, tensor in zip(torch.split(self._here, sizes), arena.integers, strict=True)
         ]
@@ -29,14 +29,14 @@ class Counters:
             torch._foreach_copy_(self._views, self._arena.integers)
 
     def fetch(self) -> None:
-        self._snapshot.copy_(self._here, non_blocking=self._snapshot.is_pinned())
+        self._snapshot.copy_(self._here, non_blocking=self._is_pinned)
 
     def pack(self) -> None:
         self.maxima.copy_(self._snapshot)
 
     def load(self) -> None:
         if self._views:
-            self._here.copy_(self.maxima, non_blocking=self.maxima.is_pinned())
+            self._here.copy_(self.maxima, non_blocking=self._is_pinned)
             torch._foreach_copy_(self._arena.integers, self._views)
 
     def correct(self) -> None:

@@ -17,7 +17,6 @@ from outrider.average.checks import Checks, Unchecked, Verifier
 from outrider.average.collective import Collective, overdue
 from outrider.average.exchange import Exchange
 from outrider.average.facts import Settled
-from outrider.average.streams import elapsed_ms, has_passed, new_stream, timed_event
 
 
 class DeviceAverager:
@@ -36,8 +35,10 @@ class DeviceAverager:
         self._collective = collective
         self._checks: Checks = verify or Unchecked()
         self._timeout_s = timeout_s
-        self._stream = new_stream(exchange.device)
-        self._started, self._staged, self._packed, self._summed, self._done = (timed_event() for _ in range(5))
+        self._stream = torch.cuda.Stream(exchange.device)
+        self._started, self._staged, self._packed, self._summed, self._done = (
+            torch.cuda.Event(enable_timing=True) for _ in range(5)
+        )
         self._is_pending = False
         self._num_begun = 0
 
@@ -71,7 +72,7 @@ class DeviceAverager:
 
     def is_ready(self) -> bool:
         """Whether load or correct would not wait."""
-        return self._is_pending and has_passed(self._done)
+        return self._is_pending and self._done.query()
 
     def load(self) -> Settled:
         """Wait for the average and take its mean; only where no step was taken since begin."""
@@ -113,15 +114,15 @@ class DeviceAverager:
         torch.cuda.current_stream(self.exchange.device).wait_event(self._done)
         return replace(
             self.exchange.read(),
-            snapshot_ms=elapsed_ms(self._started, self._staged),
-            transfer_ms=elapsed_ms(self._packed, self._summed),
-            total_ms=elapsed_ms(self._started, self._done),
+            snapshot_ms=self._started.elapsed_time(self._staged),
+            transfer_ms=self._packed.elapsed_time(self._summed),
+            total_ms=self._started.elapsed_time(self._done),
         )
 
     def _wait(self) -> None:
         """Ask again and again: torch has no timeout for events, and a peer that is gone never completes one."""
         deadline_s = time.monotonic() + self._timeout_s
-        while not has_passed(self._done):
+        while not self._done.query():
             if time.monotonic() > deadline_s:
                 raise overdue(self.exchange, number=self._num_begun, timeout_s=self._timeout_s)
             time.sleep(2e-5)

@@ -120,6 +120,8 @@ class Exchange:
     def settle(self) -> Settled:
         """Take the summed wires to the new common point; all ranks get the same."""
         self.apply()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         return self.read()
 
     @torch.no_grad()
@@ -220,9 +222,11 @@ class Exchange:
         slots = self.parts[0].slots
         row = self._tail.own_row(slots.zero_())
         row.copy_(self._row, non_blocking=True)
+        displacement, norm = row[1, 0], row[2, 0]
         for part in self.parts:
-            for slot, square in zip(row[1:NUM_OWN, 0], part.squares(), strict=True):
-                slot.add_(square)
+            squares = part.squares()
+            displacement.add_(squares[0])
+            norm.add_(squares[1])
 
     def _apply_sum(self) -> None:
         total = self._tail.total_samples(self.parts[0].slots)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,13 +53,15 @@ class Tail:
 
     def encode(self, values: Sequence[float], into: Tensor) -> None:
         """Write `values` into `into`, a host tensor of shape (len(values), 2)."""
-        exact = torch.tensor(values, dtype=torch.float64)
-        into[:, 0] = exact
-        into[:, 1] = torch.nan_to_num(exact - into[:, 0].double(), nan=0.0, posinf=0.0, neginf=0.0)
+        exact, row = np.array(values, dtype=np.float64), into.numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            row[:, 0] = exact
+            rest = exact - row[:, 0]
+            row[:, 1] = np.where(np.isfinite(rest), rest, 0.0)
 
     def total_samples(self, slots: Tensor) -> Tensor:
         """The sum over ranks as a float64 scalar on the buffer's device; exact in any order of summation."""
-        return slots.view(self.world_size, self.num_values, 2)[:, 0].double().sum()
+        return slots.view(self.world_size, self.num_values, 2)[:, 0].sum(dtype=torch.float64)
 
     def decode(self, slots: Tensor) -> list[list[float]]:
         """The values of each rank; `slots` is on the host."""

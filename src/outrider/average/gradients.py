@@ -35,11 +35,11 @@ class _Body:
 
     def send(self) -> None:
         if self.is_bridged:
-            self.summed.copy_(self.staged, non_blocking=self.summed.is_pinned())
+            self.summed.copy_(self.staged, non_blocking=self.staged.is_cuda)
 
     def receive(self) -> None:
         if self.is_bridged:
-            self.staged.copy_(self.summed, non_blocking=self.summed.is_pinned())
+            self.staged.copy_(self.summed, non_blocking=self.staged.is_cuda)
         for dtype, section in self.sections.items():
             if self.rounded[dtype] is not section:
                 self.rounded[dtype].copy_(section)

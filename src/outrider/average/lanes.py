@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 
 from outrider.average.exchange import Exchange
-from outrider.average.streams import elapsed_ms, new_stream, restful_event, timed_event
 
 
 class Lane(Protocol):
@@ -52,9 +51,12 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = new_stream(device)
-        self._started, self._staged = timed_event(), timed_event()
-        self._fetched, self._delivered = restful_event(), restful_event()
+        self._stream = torch.cuda.Stream(device)
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._staged = torch.cuda.Event()
+        # Blocking: the thread that waits sleeps, it does not spin on a core that computes.
+        self._fetched = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._delivered = torch.cuda.Event(blocking=True)
 
     def snapshot(self, exchange: Exchange) -> None:
         compute = torch.cuda.current_stream(self._device)
@@ -69,7 +71,7 @@ class CudaLane:
 
     def wait_snapshot(self) -> float:
         self._fetched.synchronize()
-        return elapsed_ms(self._started, self._fetched)
+        return float(self._started.elapsed_time(self._fetched))
 
     def deliver(self, exchange: Exchange) -> None:
         with torch.cuda.stream(self._stream):

@@ -16,7 +16,7 @@ from outrider.average.optimizer_state import OptimizerArena
 from outrider.average.outer import Outer
 
 # A sum is folded down to this many numbers on the device and finished exactly on the host.
-NUM_PARTS = 64
+NUM_PARTS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,16 +78,13 @@ def _plan_wire(arena: Arena, optimizer: OptimizerArena | None, dtype: torch.dtyp
     sections = tuple(_line_up([*heads, *rests, *states]))
     num_parameters = sum(head.numel() for head in heads)
     buffers = dict(zip(flats, sections[len(heads) : 2 * len(heads)], strict=True))
-    norms = [_shift(block, arena, buffers) for block in arena.norm_blocks if block.dtype in buffers]
+    blocks = [block for block in arena.norm_blocks if block.dtype in flats]
+    norms = [_shift(block, by=buffers[block.dtype].start - arena.parameter_numel[block.dtype]) for block in blocks]
     variances = [
-        Section(source=arena.flats[block.dtype][block.variance], start=norm.variance.start)
-        for block, norm in zip((b for b in arena.norm_blocks if b.dtype in buffers), norms, strict=True)
+        Section(source=flats[block.dtype][block.variance], start=norm.variance.start)
+        for block, norm in zip(blocks, norms, strict=True)
     ]
-    moments = [
-        Section(source=section.source[: optimizer.num_nonnegative[section.source.dtype]], start=section.start)
-        for section in sections[2 * len(heads) :]
-        if optimizer
-    ]
+    moments = _moments(optimizer, sections[2 * len(heads) :]) if optimizer else []
     return WirePlan(
         dtype=dtype,
         sections=tuple(_coalesce(sections)),
@@ -105,9 +102,16 @@ def _line_up(sources: list[Tensor]) -> Iterator[Section]:
         start += source.numel()
 
 
-def _shift(block: NormPair, arena: Arena, buffers: dict[torch.dtype, Section]) -> NormPair:
+def _moments(optimizer: OptimizerArena, states: tuple[Section, ...]) -> list[Section]:
+    """The part of each state that is never negative, which comes first in it."""
+    return [
+        Section(source=state.source[: optimizer.num_nonnegative[state.source.dtype]], start=state.start)
+        for state in states
+    ]
+
+
+def _shift(block: NormPair, *, by: int) -> NormPair:
     """From a place in the flat tensor to the place in the body."""
-    by = buffers[block.dtype].start - arena.parameter_numel[block.dtype]
     return NormPair(
         dtype=block.dtype,
         mean=slice(block.mean.start + by, block.mean.stop + by),
@@ -144,10 +148,10 @@ class Wire:
         self.plan = plan
         num_sum = plan.num_body + plan.num_norms
         self.is_bridged = arena_device != device
-        is_pinned = self.is_bridged and arena_device.type == "cuda"
+        self._is_pinned = self.is_bridged and arena_device.type == "cuda"
 
         def buffer(numel: int) -> Tensor:
-            return torch.zeros(numel, dtype=plan.dtype, device=device, pin_memory=is_pinned)
+            return torch.zeros(numel, dtype=plan.dtype, device=device, pin_memory=self._is_pinned)
 
         self.summed = buffer(num_sum + num_slots)
         self.slots = self.summed[num_sum:]
@@ -156,9 +160,11 @@ class Wire:
         self.correction = buffer(plan.num_body + plan.num_floors)
         self.velocity: Tensor | None = None
         self._has_infinities = False
+        self._body = self.summed[: plan.num_body]
+        self._packed = self.summed[:num_sum]
+        self._folds = list(_folds(self.correction[: plan.num_parameters]))
         # On the arena's own device: what goes out and what comes in passes here, so that no compute waits for the host.
-        bridge = torch.zeros(self.correction.numel(), dtype=plan.dtype, device=arena_device)
-        self._bridge = bridge if self.is_bridged else None
+        self._bridge = torch.zeros_like(self.correction, device=arena_device) if self.is_bridged else None
 
     @property
     def parameters(self) -> slice:
@@ -178,7 +184,7 @@ class Wire:
     def fetch(self) -> None:
         """Bring the staged copy to the snapshot; in the background of the current stream where memory is pinned."""
         if self._bridge is not None:
-            self.snapshot.copy_(self._bridge[: self.snapshot.numel()], non_blocking=self.snapshot.is_pinned())
+            self.snapshot.copy_(self._bridge[: self.snapshot.numel()], non_blocking=self._is_pinned)
 
     def restart(self) -> None:
         """The snapshot becomes the common point; averaged optimizer state, which no rank shares yet, starts at zero."""
@@ -189,32 +195,30 @@ class Wire:
 
     def displace(self) -> None:
         """The displacement since the common point, and the squares of the running means'."""
-        body = self.summed[: self.plan.num_body]
-        torch.sub(self.snapshot, self.ref, out=body)
-        self._still_where_equal(body)
+        torch.sub(self.snapshot, self.ref, out=self._body)
+        self._still_where_equal(self._body)
         extra = self.plan.num_body
         for norm in self.plan.norms:
-            mean = body[norm.mean]
+            mean = self._body[norm.mean]
             torch.mul(mean, mean, out=self.summed[extra : extra + mean.numel()])
             extra += mean.numel()
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """‖d‖² and ‖u‖² of the parameters, between displace and scale."""
-        displacement, values = self.summed[self.parameters], self.snapshot[self.parameters]
-        return torch.dot(displacement, displacement), torch.dot(values, values)
+        norm = torch.linalg.vector_norm  # not dot: a BLAS brings threads of its own into the worker
+        return norm(self.summed[self.parameters]).square_(), norm(self.snapshot[self.parameters]).square_()
 
     def scale(self, samples: int) -> None:
         """Weigh by samples; without samples it is zero whatever the values are."""
-        packed = self.summed[: self.plan.num_body + self.plan.num_norms]
         if samples:
-            packed.mul_(samples)
+            self._packed.mul_(samples)
         else:
-            packed.zero_()
+            self._packed.zero_()
 
     def apply(self, *, total: Tensor, is_moving: Tensor, outer: Outer, parts: Tensor) -> None:
         """From the sum to the new common point; `parts` receives the parts of ‖mean_delta‖²."""
         # Times the reciprocal: a division costs three times as much.
-        delta = self.summed[: self.plan.num_body + self.plan.num_norms].mul_(total.reciprocal())
+        delta = self._packed.mul_(total.reciprocal())
         self._merge_variances(delta)
         self._fold_squares(delta[self.parameters], parts)
         outer.step(self.ref[self.parameters], delta[self.parameters], self.velocity, is_moving=is_moving)
@@ -234,14 +238,14 @@ class Wire:
         for section, floor in self._floors(self.correction):
             floor.copy_(section.of(self.ref))
         if self._bridge is not None:
-            self._bridge.copy_(self.correction, non_blocking=self.correction.is_pinned())
+            self._bridge.copy_(self.correction, non_blocking=self._is_pinned)
 
     def load(self) -> None:
         """The arenas become the common point."""
         origin = self.ref
         if self._bridge is not None:
             origin = self._bridge[: self.ref.numel()]
-            origin.copy_(self.ref, non_blocking=self.ref.is_pinned())
+            origin.copy_(self.ref, non_blocking=self._is_pinned)
         for section in self.plan.sections:
             section.source.copy_(section.of(origin))
 
@@ -272,15 +276,10 @@ class Wire:
 
     def _fold_squares(self, values: Tensor, parts: Tensor) -> None:
         """Sum of squares by adding halves: the same bits on every device and thread count, unlike a reduction."""
-        scratch = self.correction[: values.numel()]
-        torch.mul(values, values, out=scratch)
-        remaining = values.numel()
-        while remaining > NUM_PARTS:
-            half = (remaining + 1) // 2
-            scratch[: remaining - half].add_(scratch[half:remaining])
-            remaining = half
-        parts.zero_()
-        parts[:remaining].copy_(scratch[:remaining])
+        scratch = torch.mul(values, values, out=self.correction[: values.numel()])
+        for lower, upper in self._folds:
+            lower.add_(upper)
+        parts[: values.numel()].copy_(scratch[:NUM_PARTS])
 
     def _floors(self, correction: Tensor) -> Iterator[tuple[Section, Tensor]]:
         start = self.plan.num_body
@@ -288,3 +287,12 @@ class Wire:
             stop = start + section.source.numel()
             yield section, correction[start:stop]
             start = stop
+
+
+def _folds(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Halves to add to each other, one after the other, until NUM_PARTS numbers are left."""
+    remaining = values.numel()
+    while remaining > NUM_PARTS:
+        half = max(NUM_PARTS, (remaining + 1) // 2)
+        yield values[: remaining - half], values[half:remaining]
+        remaining = half

@@ -25,7 +25,7 @@ _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be do
 
 @app.command("list", epilog="Example: outrider torch list")
 def list_variants(as_json: _Json = False) -> None:
-    """Show the installed variants; a star marks the one that this project uses."""
+    """List the variants; a star marks the active one."""
     store, project = _places()
     active, variants = _active(project), store.variants()
     if as_json:
@@ -68,7 +68,7 @@ def build(
     yes: _Yes = False,
     facts: Annotated[Path | None, typer.Option("--facts", metavar="FILE", help="Check a recorded machine.")] = None,
 ) -> None:
-    """Build torch from source for given cards, after checking that it can work."""
+    """Build torch from source, after checking that it can work."""
     from outrider.machine.build import build as make
 
     store, _ = _places()
@@ -95,7 +95,7 @@ def activate(name: Annotated[str, typer.Argument(help="A name of `outrider torch
 
 @app.command(epilog="Example: outrider torch remove 2.13-cu126")
 def remove(name: Annotated[str, typer.Argument(help="A name of `outrider torch list`.")], yes: _Yes = False) -> None:
-    """Remove a variant; asks first where this project uses it."""
+    """Remove a variant; asks where this project uses it."""
     from outrider.machine.variants import deactivate
 
     store, project = _places()
@@ -124,7 +124,10 @@ def info(name: Annotated[str, typer.Argument(help="A name of `outrider torch lis
 
 @app.command(epilog="Example: outrider torch refresh")
 def refresh() -> None:
-    """Ask every installed build again what it supports, and say where the wheel table differs."""
+    """Ask each variant what it really supports.
+
+    Where the wheel table says something else, the difference is shown.
+    """
     from outrider.machine.install import refresh as ask_again
     from outrider.machine.wheels import load_table, table_difference
 

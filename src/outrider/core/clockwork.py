@@ -83,7 +83,7 @@ class RankClock:
     wait_ms: float = 0.0
     """For other ranks."""
     exposed_ms: float = 0.0
-    """In averages, waiting excluded."""
+    """In averages and leases, waiting excluded."""
     samples: int = 0
     steps: int = 0
     last_step_ms: float = 0.0
@@ -217,6 +217,9 @@ class Clockwork:
             self._held[rank] = lease
         self._inbox[rank] = lease
         if self.costs.take_ms:
+            # A lease from a far store costs compute time as an average does: longer windows make up for both.
+            self.clocks[rank].exposed_ms += self.costs.take_ms
+            self.clocks[rank].last_exposed_ms += self.costs.take_ms
             self._sleep(rank, self.costs.take_ms)
             return True
         return False

@@ -60,7 +60,7 @@ class RankFacts:
     compute_ms: float
     """Time of those batches; averaging and waiting for others excluded."""
     exposed_ms: float
-    """What its previous average took out of its compute path, waiting included."""
+    """What its previous average, and leases since, took out of its compute path, waiting included."""
     is_dry: bool = False
     """No positions are left for it in this segment."""
     wants_stop: bool = False

@@ -1,59 +1,77 @@
 """Hands out the positions of an epoch segment as leases, each exactly once, smaller towards the end.
 
 Does not decide how long a window is; a policy asks for what it wants and gets no more than is fair.
-Called by the virtual-clock drivers for the effect Take; the runtime uses `lease_size` on a cursor in its store.
+Called by the drivers for the effect Take; its state is small enough to live in one key of a store.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.effects import Lease
 
 # A share of exactly zero would need an endless time for one batch.
 SHARE_MIN = 1e-9
+# A batch that is finished only just in time does not count, so equal ranks never wait for each other.
+JUST_IN_TIME = 1e-6
 
 
-def lease_size(
-    wanted: int, remaining: int, *, share: float, batch_size: int, is_fastest: bool, world_size: int | None = None
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A rank that was given a lease and will ask again: its share of the speed, and what it may still have to do."""
+
+    share: float
+    samples: int
+
+
+def lease_size(wanted: int, remaining: int, *, share: float, batch_size: int, others: Sequence[Holder] = ()) -> int:
     """Samples to give to a rank that asks; 0 leaves all that remain to the others.
 
-    Guided self-scheduling: half of the rank's fair share of what is left, in whole batches, at least one. None at
-    all to a rank so slow that the others are done before it could finish one batch; never refused are the fastest
-    rank and, in a world of unknown size, all. Ranks may disagree for a moment on who is fastest, so whoever hands
-    out leases must also see to it that the last rank still asking is not refused, as Ledger does.
+    Guided self-scheduling: half of the rank's fair share of what is left, in whole batches, at least one. None at all
+    where the others, after the leases they hold, do every remaining batch in the time this rank needs for one.
+    Only holders count, and a holder asks again: so the last to ask is never refused and no position is left behind,
+    whatever the ranks believe about their shares. The fastest is never refused while the others are at work.
     """
     if wanted <= 0 or remaining <= 0:
         return 0
-    if world_size is not None and not is_fastest:
-        first = min(wanted, remaining, batch_size)
-        if _others_are_sooner(first, remaining, share=share, batch_size=batch_size, world_size=world_size):
-            return 0
-    fair_batches = int(share * remaining / 2 / batch_size)
-    return min(wanted, remaining, max(1, fair_batches) * batch_size)
+    first = min(wanted, remaining, batch_size)
+    if _others_are_sooner(first, remaining, share=share, batch_size=batch_size, others=others):
+        return 0
+    return min(wanted, remaining, _fair(share, remaining, batch_size))
 
 
-def _others_are_sooner(first: int, remaining: int, *, share: float, batch_size: int, world_size: int) -> bool:
-    """Whether an average one of the others, and so surely the fastest, is through before this rank does `first`."""
-    if world_size == 1:
+def _fair(share: float, remaining: int, batch_size: int) -> int:
+    return max(1, int(share * remaining / 2 / batch_size)) * batch_size
+
+
+def _others_are_sooner(first: int, remaining: int, *, share: float, batch_size: int, others: Sequence[Holder]) -> bool:
+    # Time is counted in samples of the whole world: a rank does its samples in samples / share.
+    mine = first / max(share, SHARE_MIN)
+    if remaining >= mine:
         return False
-    # It may just have taken a lease: a batch, or half its share of what was left, so at most as much as is left now.
-    in_flight = max(batch_size, remaining)
-    average_share = (1 - share) / (world_size - 1)
-    return (remaining + in_flight) * max(share, SHARE_MIN) < first * average_share
+    num_batches = math.ceil(remaining / batch_size)
+    for other in others:
+        busy = other.samples
+        if len(others) > 1:
+            # A third rank cannot see how much of its lease this one has done, and may take a batch that late.
+            busy += max(other.samples, _fair(other.share, remaining, batch_size))
+        free = mine - busy / max(other.share, SHARE_MIN)
+        num_batches -= max(0, math.floor(free * other.share / min(batch_size, remaining) - JUST_IN_TIME))
+        if num_batches <= 0:
+            return True
+    return False
 
 
 class Ledger:
     """The leases of the positions [start, stop): handed out, acknowledged, or lost and handed out again."""
 
-    def __init__(self, start: int, stop: int, *, world_size: int | None = None) -> None:
-        self._world_size = world_size
+    def __init__(self, start: int, stop: int) -> None:
         self._free = [Lease(start, stop - start)] if stop > start else []
         self._leases: dict[int, list[Lease]] = {}
-        # Ranks that will not ask again.
-        self._refused: set[int] = set()
-        self._lost: set[int] = set()
+        self._holders: dict[int, Holder] = {}
 
     @property
     def remaining(self) -> int:
@@ -69,24 +87,16 @@ class Ledger:
     def is_done(self) -> bool:
         return self.remaining == 0 and self.outstanding == 0
 
-    def take(self, rank: int, samples: int, *, share: float, batch_size: int, is_fastest: bool) -> Lease | None:
-        """Lease up to `samples` positions; None: nothing is left for this rank and it need not ask again."""
-        self._refused.discard(rank)
-        self._lost.discard(rank)
-        num_away = len(self._refused | self._lost)
-        size = lease_size(
-            samples,
-            self.remaining,
-            share=share,
-            batch_size=batch_size,
-            is_fastest=is_fastest or num_away + 1 == self._world_size,
-            world_size=self._world_size,
-        )
+    def take(self, rank: int, samples: int, *, share: float, batch_size: int) -> Lease | None:
+        """Lease up to `samples` positions to a rank that has done what it had; None: it need not ask again."""
+        others = [holder for other, holder in self._holders.items() if other != rank]
+        size = lease_size(samples, self.remaining, share=share, batch_size=batch_size, others=others)
         if size == 0:
-            self._refused.add(rank)
+            self._holders.pop(rank, None)
             return None
         lease = self._cut(size)
         self._leases.setdefault(rank, []).append(lease)
+        self._holders[rank] = Holder(share, lease.count)
         return lease
 
     def done(self, rank: int, lease: Lease) -> None:
@@ -94,34 +104,31 @@ class Ledger:
         leases = self._leases.get(rank, [])
         assert lease in leases, f"rank {rank} acknowledged {lease}, which it does not hold"
         leases.remove(lease)
+        if not leases and rank in self._holders:
+            self._holders[rank] = Holder(self._holders[rank].share, 0)
 
     def lose(self, rank: int) -> None:
         """A rank is gone: what it did not acknowledge is handed out again, before anything else."""
-        # The others start over with what came back, also those that had nothing left to do.
-        self._refused.clear()
-        self._lost.add(rank)
+        self._holders.pop(rank, None)
         self._free = sorted(self._leases.pop(rank, []) + self._free, key=lambda piece: piece.start)
 
     def state(self) -> dict[str, Any]:
         return {
-            "world_size": self._world_size,
             "free": [[piece.start, piece.count] for piece in self._free],
             "leases": {
                 str(rank): [[lease.start, lease.count] for lease in held] for rank, held in self._leases.items()
             },
-            "refused": sorted(self._refused),
-            "lost": sorted(self._lost),
+            "holders": {str(rank): [holder.share, holder.samples] for rank, holder in self._holders.items()},
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Ledger:
-        ledger = cls(0, 0, world_size=state["world_size"])
+        ledger = cls(0, 0)
         ledger._free = [Lease(start, count) for start, count in state["free"]]
         ledger._leases = {
             int(rank): [Lease(start, count) for start, count in held] for rank, held in state["leases"].items()
         }
-        ledger._refused = set(state["refused"])
-        ledger._lost = set(state["lost"])
+        ledger._holders = {int(rank): Holder(share, samples) for rank, (share, samples) in state["holders"].items()}
         return ledger
 
     def _cut(self, size: int) -> Lease:

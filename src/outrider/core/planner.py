@@ -67,11 +67,6 @@ class Planner:
         """The rank's part of the world's speed; equal parts when nothing is known."""
         return self._shares[rank]
 
-    @property
-    def fastest(self) -> int:
-        """The rank with the largest share; the first of equals."""
-        return self._shares.index(max(self._shares))
-
     def window(self, remaining: int) -> Plan:
         """The next window, given the samples left in the segment; asking twice changes nothing."""
         full = self._full_window()

@@ -80,6 +80,7 @@ class Outcome:
     wait_fraction: float
     """Of all ranks' time, waiting for other ranks."""
     exposed_average_fraction: float
+    """Of all ranks' time, averages and leases that computing had to wait for."""
     averages: int
     samples_by_rank: tuple[int, ...]
     finish_spread_ms: float

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from outrider.flow.blocks import Call, Gate, Repeat, RepeatUntil, RepeatWhile, Switch
+from outrider.flow.blocks import Call, Repeat, RepeatUntil, RepeatWhile
 from outrider.flow.plan import STATE_MARK, Node
 from outrider.flow.profile import Profile
 from outrider.flow.specs import describe
@@ -57,7 +57,9 @@ def diagram_of(graph: Wired, profile: Profile | None = None) -> Diagram:
     boxes = [Box(name=name, kind="input", lines=_lines(name, _shape(graph, name))) for name in plan.inputs]
     for node in plan.nodes:
         boxes += _boxes(graph, node, profile)
-    boxes += [Box(name=f"output {value}", kind="output", lines=("output",)) for value in plan.outputs]
+    boxes += [
+        Box(name=f"output {value}", kind="output", lines=_lines("output", _tag(graph, value))) for value in plan.outputs
+    ]
     count = sum(parameter.numel() for parameter in graph.parameters())
     time = "" if profile is None else f" · {profile.total_ms:.2f} ms forward and backward"
     return Diagram(
@@ -67,28 +69,29 @@ def diagram_of(graph: Wired, profile: Profile | None = None) -> Diagram:
 
 def _boxes(graph: Wired, node: Node, profile: Profile | None) -> Iterator[Box]:
     module = getattr(graph, node.name, None)
-    heat = _heat(profile, node.name)
-    time = _time(profile, node.name)
     if node.kind == "merge":
+        heat = _heat(profile, node.name)
         yield Box(name=node.name, kind="join", lines=(_join_word(node, module),), node=node.name, heat=heat)
     elif node.kind == "also" and isinstance(module, nn.ModuleDict):
-        yield _part_box(graph, node, f"{node.name}.body", node.name, module["body"], heat, time)
-        if node.has_skip:
-            yield _part_box(graph, node, f"{node.name}.skip", "skip", module["skip"], heat, "")
-        yield Box(name=node.name, kind="join", lines=("add",), node=node.name)
-    elif node.kind == "split" and isinstance(module, nn.ModuleList):
-        for value, part in zip(node.makes, module, strict=True):
-            yield _part_box(graph, node, value, value, part, heat, time)
+        yield from _residual_boxes(graph, node, module, profile)
     else:
-        for value in node.makes:
-            yield _part_box(graph, node, value, value, module, heat, time)
+        parts = (
+            list(module) if node.kind == "split" and isinstance(module, nn.ModuleList) else [module] * len(node.makes)
+        )
+        for value, part in zip(node.makes, parts, strict=True):
+            lines = _lines(value, _what(node, part), _shape(graph, value), _time(profile, value))
+            yield Box(name=value, kind=node.kind, lines=lines, node=node.name, heat=_heat(profile, value))
 
 
-def _part_box(graph: Wired, node: Node, name: str, title: str, module: Any, heat: float | None, time: str) -> Box:
-    value = node.makes[0] if node.kind == "also" else name
-    facts = _lines(_count(module), _shape(graph, value))
-    lines = _lines(title, _what(node, module), " · ".join(facts), time)
-    return Box(name=name, kind=node.kind, lines=lines, node=node.name, heat=heat)
+def _residual_boxes(graph: Wired, node: Node, parts: nn.ModuleDict, profile: Profile | None) -> Iterator[Box]:
+    """The body, the skip where there is one, and the join; the time is that of all three."""
+    heat = _heat(profile, node.name)
+    lines = _lines(node.name, _what(node, parts["body"]), _shape(graph, f"{node.name}.body"), _time(profile, node.name))
+    yield Box(name=f"{node.name}.body", kind="also", lines=lines, node=node.name, heat=heat)
+    if node.has_skip:
+        skip_lines = _lines("skip", _what(node, parts["skip"]), _shape(graph, f"{node.name}.skip"))
+        yield Box(name=f"{node.name}.skip", kind="also", lines=skip_lines, node=node.name, heat=heat)
+    yield Box(name=node.name, kind="join", lines=("add",), node=node.name)
 
 
 def _arrows(graph: Wired) -> Iterator[Arrow]:
@@ -122,14 +125,14 @@ def _deliveries(node: Node) -> Iterator[tuple[str, str]]:
 
 
 def _what(node: Node, module: Any) -> str:
-    """The class of the module that does the work, with the note of the node where it says more."""
+    """The class of the module that does the work, or the node's note where it says more, and the parameters."""
     if isinstance(module, Repeat | RepeatUntil | RepeatWhile):
-        return f"loop {node.note}: {class_of(module.body)}"
-    if isinstance(module, Gate | Switch):
-        return f"{node.kind}: {node.note}"
-    if node.kind == "map":
-        return f"map {node.note}"
-    return class_of(module)
+        text = f"loop {node.note}: {class_of(module.body)}"
+    elif node.kind in ("gate", "switch", "map"):
+        text = f"{node.kind}: {node.note}"
+    else:
+        text = class_of(module)
+    return ", ".join(_lines(text, _count(module)))
 
 
 def class_of(module: Any) -> str:
@@ -149,7 +152,11 @@ def _lines(*texts: str) -> tuple[str, ...]:
 
 def _count(module: Any) -> str:
     count = sum(parameter.numel() for parameter in module.parameters()) if isinstance(module, nn.Module) else 0
-    return f"{count:,}" if count else ""
+    return f"{count:,} parameters" if count else ""
+
+
+def _tag(graph: Wired, value: str) -> str:
+    return next((tag for tag, tagged in graph.plan.tags if tagged == value), "")
 
 
 def _shape(graph: Wired, value: str) -> str:

@@ -75,10 +75,11 @@ def load_part(graph: Wired, path: Path, *, into: str, source: str) -> LoadReport
         tops = ", ".join(sorted({name.split(".")[0] for name in tensors}))
         raise DataError(f"{path} has nothing at path {source!r}", hint=f"the top of the file is {tops}")
     skipped = tuple(
-        (_join(source, name), reason) for name, tensor in offered.items() if (reason := _misfit(tensor, target, name))
+        (_join(source, name), reason)
+        for name, tensor in sorted(offered.items())
+        if (reason := _misfit(tensor, target, name))
     )
-    refused = {name for name, _ in skipped}
-    loaded = tuple(name for name in offered if _join(source, name) not in refused)
+    loaded = tuple(name for name in target if name in offered and _misfit(offered[name], target, name) is None)
     with torch.no_grad():
         for name in loaded:
             target[name].copy_(offered[name])

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from outrider.flow.diagram import Arrow, Box, Diagram
 
 GAP_X, GAP_Y, MARGIN, HEAD = 26.0, 34.0, 28.0, 58.0
-LANE = 20.0
-"""Distance between the lines of recurrent states, at the right."""
-_LINE_HEIGHT, _LETTER, _BEND_WIDTH = 16.0, 6.7, 18.0
-_BOX_WEIGHT, _BEND_WEIGHT = 8.0, 1.0
+LANE = 22.0
+"""Room for the line of a recurrent state at the right, beside its name."""
+_LINE_HEIGHT, _LETTER, _TITLE_LETTER, _BEND_WIDTH = 16.0, 6.5, 7.6, 18.0
+_BOX_WEIGHT, _BEND_WEIGHT = 1.0, 0.001
+"""Who gives way when two want one place."""
+_BEND = "bend "
+"""How the names of places begin where an arrow passes a layer; a box has no space in its name but an output."""
 _SWEEPS = 12
 
 
@@ -39,6 +42,16 @@ class Route:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """The upright line of a recurrent state, its name to the right of it."""
+
+    arrow: Arrow
+    x: float
+    label: str
+    label_width: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Everything in its place."""
 
@@ -46,7 +59,7 @@ class Layout:
     height: float
     places: Mapping[str, Place]
     routes: tuple[Route, ...]
-    states: tuple[Arrow, ...]
+    lanes: tuple[Lane, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,27 +79,39 @@ class Layering:
 def lay_out(diagram: Diagram) -> Layout:
     """Place all boxes and route all arrows."""
     forward = [arrow for arrow in diagram.arrows if not arrow.state]
-    states = tuple(arrow for arrow in diagram.arrows if arrow.state)
     sizes = {box.name: size_of(box) for box in diagram.boxes}
     layering = _layering(diagram.boxes, forward)
     _order(layering)
-    xs = _columns(layering, sizes)
-    places = _places(layering, sizes, xs, min_width=_LETTER * 1.1 * max(len(diagram.title), len(diagram.subtitle)))
-    width = max(place.x + place.width / 2 for place in places.values()) + MARGIN + LANE * len(states)
-    height = max(place.y + place.height / 2 for place in places.values()) + MARGIN
-    routes = tuple(
-        Route(arrow=arrow, bends=tuple(places[bend] for bend in layering.chains[arrow])) for arrow in forward
+    head_width = max(_TITLE_LETTER * 1.3 * len(diagram.title), _LETTER * len(diagram.subtitle))
+    places = _places(layering, sizes, _columns(layering, sizes))
+    right = max(place.x + place.width / 2 for place in places.values())
+    lanes = _lanes([arrow for arrow in diagram.arrows if arrow.state], right)
+    right = max([right, MARGIN + head_width, *(lane.x + lane.label_width for lane in lanes)])
+    return Layout(
+        width=right + MARGIN,
+        height=max(place.y + place.height / 2 for place in places.values()) + MARGIN,
+        places=places,
+        routes=tuple(Route(arrow=a, bends=tuple(places[bend] for bend in layering.chains[a])) for a in forward),
+        lanes=lanes,
     )
-    width = max(width, 2 * MARGIN + _LETTER * 1.1 * max(len(diagram.title), len(diagram.subtitle)))
-    return Layout(width=width, height=height, places=places, routes=routes, states=states)
+
+
+def _lanes(states: Sequence[Arrow], right: float) -> tuple[Lane, ...]:
+    """A lane for each recurrent state, from left to right beside all boxes."""
+    lanes: list[Lane] = []
+    for arrow in states:
+        label = f"{arrow.state}, before"
+        x = (lanes[-1].x + lanes[-1].label_width if lanes else right) + LANE
+        lanes.append(Lane(arrow=arrow, x=x, label=label, label_width=_LETTER * len(label) + 8))
+    return tuple(lanes)
 
 
 def size_of(box: Box) -> tuple[float, float]:
     """(width, height) that the text of a box needs."""
-    longest = max(len(line) for line in box.lines)
     if box.kind == "join":
-        return max(30.0, _LETTER * longest + 18), 24.0
-    return max(84.0, _LETTER * longest + 30), _LINE_HEIGHT * len(box.lines) + 14
+        return max(30.0, _LETTER * len(box.lines[0]) + 18), 24.0
+    text = max(_TITLE_LETTER * len(box.lines[0]), *(_LETTER * len(line) for line in box.lines))
+    return max(84.0, text + 34), _LINE_HEIGHT * len(box.lines) + 14
 
 
 def _layering(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> Layering:
@@ -95,7 +120,7 @@ def _layering(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> Layering:
     for box in boxes:
         layering.layers[depth[box.name]].append(box.name)
     for number, arrow in enumerate(dict.fromkeys(arrows)):
-        chain = [f"bend {number} {layer}" for layer in range(depth[arrow.source] + 1, depth[arrow.target])]
+        chain = [f"{_BEND}{number} {layer}" for layer in range(depth[arrow.source] + 1, depth[arrow.target])]
         for layer, bend in enumerate(chain, start=depth[arrow.source] + 1):
             layering.layers[layer].append(bend)
         for upper, lower in zip((arrow.source, *chain), (*chain, arrow.target), strict=True):
@@ -135,28 +160,29 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 
 
 def _columns(layering: Layering, sizes: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The centre of each box and bend, pulled towards its neighbours."""
+    """The centre of each box and bend: boxes under boxes, the bends of one arrow in one line beside them."""
     widths = {name: sizes.get(name, (_BEND_WIDTH, 0.0))[0] for layer in layering.layers for name in layer}
+    chains = {bend: (arrow.source, chain) for arrow, chain in layering.chains.items() for bend in chain}
     xs: dict[str, float] = {}
     for layer in layering.layers:
         xs |= _apart(layer, dict.fromkeys(layer, 0.0), widths)
     for sweep in range(2 * _SWEEPS):
         for layer in layering.layers if sweep % 2 == 0 else reversed(layering.layers):
-            wanted = {name: _wanted(name, layering, xs) for name in layer}
+            wanted = {n: _wanted_bend(*chains[n], xs) if n in chains else _wanted(n, layering, xs) for n in layer}
             xs |= _apart(layer, wanted, widths)
     return xs
 
 
 def _wanted(name: str, layering: Layering, xs: Mapping[str, float]) -> float:
-    """Where a box would like to be; boxes pull more than the bends of passing arrows."""
+    """Where a box would like to be: between the boxes above and below, or the bends where there is no box."""
     near = [*layering.above.get(name, []), *layering.below.get(name, [])]
-    weights = [_weight(other) for other in near]
-    total = sum(weights)
-    return sum(w * xs[other] for w, other in zip(weights, near, strict=True)) / total if total else xs[name]
+    boxes = [other for other in near if not other.startswith(_BEND)]
+    return _mean([xs[other] for other in boxes or near], xs[name])
 
 
-def _weight(name: str) -> float:
-    return _BEND_WEIGHT if name.startswith("bend ") else _BOX_WEIGHT
+def _wanted_bend(source: str, chain: Sequence[str], xs: Mapping[str, float]) -> float:
+    """As far out as the farthest bend of the same arrow, so that they end up in one line."""
+    return max((xs[bend] for bend in chain), key=lambda x: abs(x - xs[source]))
 
 
 def _apart(layer: Sequence[str], wanted: Mapping[str, float], widths: Mapping[str, float]) -> dict[str, float]:
@@ -167,7 +193,7 @@ def _apart(layer: Sequence[str], wanted: Mapping[str, float], widths: Mapping[st
         offsets.append(step)
     pools: list[tuple[float, float, int]] = []  # (weighted mean, weight, members)
     for name, offset in zip(layer, offsets, strict=True):
-        pools.append((wanted[name] - offset, _weight(name), 1))
+        pools.append((wanted[name] - offset, _BEND_WEIGHT if name.startswith(_BEND) else _BOX_WEIGHT, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             right, left = pools.pop(), pools.pop()
             weight = left[1] + right[1]
@@ -176,20 +202,15 @@ def _apart(layer: Sequence[str], wanted: Mapping[str, float], widths: Mapping[st
     return {name: base + offset for name, base, offset in zip(layer, bases, offsets, strict=True)}
 
 
-def _places(
-    layering: Layering, sizes: Mapping[str, tuple[float, float]], xs: Mapping[str, float], *, min_width: float
-) -> dict[str, Place]:
+def _places(layering: Layering, sizes: Mapping[str, tuple[float, float]], xs: Mapping[str, float]) -> dict[str, Place]:
     """Centres in the coordinates of the picture, the top left corner at zero."""
-    half = {name: sizes.get(name, (_BEND_WIDTH, 0.0))[0] / 2 for name in xs}
-    left = min(xs[name] - half[name] for name in xs)
-    right = max(xs[name] + half[name] for name in xs)
-    shift = MARGIN - left + max(0.0, (min_width - (right - left)) / 2)
+    left = min(xs[name] - sizes.get(name, (_BEND_WIDTH, 0.0))[0] / 2 for name in xs)
     places: dict[str, Place] = {}
     y = MARGIN + HEAD
     for layer in layering.layers:
         height = max(sizes.get(name, (0.0, 0.0))[1] for name in layer)
         for name in layer:
             own = sizes.get(name, (_BEND_WIDTH, height))
-            places[name] = Place(x=xs[name] + shift, y=y + height / 2, width=own[0], height=own[1])
+            places[name] = Place(x=xs[name] + MARGIN - left, y=y + height / 2, width=own[0], height=own[1])
         y += height + GAP_Y
     return places

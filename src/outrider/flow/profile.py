@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from outrider.errors import ConfigError
-from outrider.flow.emit import NODE_KEY
+from outrider.flow.emit import NODE_KEY, VALUE_KEY
 from outrider.flow.trees import leaves, map_leaves
 from outrider.flow.wired import Wired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeTime:
-    """Median times of one node."""
+    """Median times of one node; the branches of a split are listed one by one."""
 
     node: str
     forward_ms: float
@@ -75,7 +75,7 @@ def profile(graph: Wired, inputs: Sequence[Any], *, repeats: int) -> Profile:
     twin.zero_grad(set_to_none=True)
     twin(*inputs)
     Timed(twin).run(*inputs)
-    watches: dict[str, Stopwatch] = {node.name: Stopwatch() for node in graph.plan.nodes}
+    watches = {value: Stopwatch() for node in graph.plan.nodes for value in node.makes}
     for _ in range(repeats):
         run = Timed(twin)
         run.run(*inputs)
@@ -104,7 +104,7 @@ class Timed(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if NODE_KEY not in n.meta:
             return super().run_node(n)
-        watch = self.watches.setdefault(n.meta[NODE_KEY], Stopwatch())
+        watch = self.watches.setdefault(n.meta.get(VALUE_KEY, n.meta[NODE_KEY]), Stopwatch())
         started = _now_ms()
         result = super().run_node(n)
         watch.forward_ms.append(_now_ms() - started)

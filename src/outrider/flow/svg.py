@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from outrider.flow.diagram import Arrow, Box, Diagram
-from outrider.flow.layout import HEAD, LANE, MARGIN, Layout, Place, Route, lay_out
+from outrider.flow.diagram import Box, Diagram
+from outrider.flow.layout import HEAD, MARGIN, Lane, Layout, Place, Route, lay_out
 
 _ACCENTS = {
     "through": "#3b82f6", "also": "#6366f1", "fork": "#64748b", "split": "#0d9488", "loop": "#d97706",
@@ -62,7 +62,7 @@ def to_svg(diagram: Diagram) -> str:
         f'<text class="title" x="{MARGIN}" y="{MARGIN + 8}">{escape(diagram.title)}</text>',
         f'<text class="fact" x="{MARGIN}" y="{MARGIN + HEAD - 32}">{escape(diagram.subtitle)}</text>',
         *(_route(route, layout) for route in layout.routes),
-        *_states(layout),
+        *(_state(lane, layout) for lane in layout.lanes),
         *(part for box in diagram.boxes for part in _box(box, layout.places[box.name])),
         *(_legend(height) if _has_heat(diagram) else ()),
         "</svg>",
@@ -125,24 +125,19 @@ def _curve(x: float, y: float, to_x: float, to_y: float) -> str:
     return f"C{x:.1f} {middle:.1f} {to_x:.1f} {middle:.1f} {to_x:.1f} {to_y:.1f}"
 
 
-def _states(layout: Layout) -> Iterator[str]:
-    """Recurrent states: dashed, up along a lane at the right."""
-    for number, arrow in enumerate(layout.states):
-        yield from _state(arrow, layout, layout.width - MARGIN - LANE * (len(layout.states) - number) + LANE)
-
-
-def _state(arrow: Arrow, layout: Layout, lane: float) -> Iterator[str]:
-    source, target = layout.places[arrow.source], layout.places[arrow.target]
+def _state(lane: Lane, layout: Layout) -> str:
+    """A recurrent state: dashed, back up along its lane at the right."""
+    source, target = layout.places[lane.arrow.source], layout.places[lane.arrow.target]
     start_x, start_y = source.x + source.width / 2, source.y + source.height / 4
     end_x, end_y = target.x + target.width / 2, target.y - target.height / 4
     path = (
-        f"M{start_x:.1f} {start_y:.1f} H{lane - 8:.1f} Q{lane:.1f} {start_y:.1f} {lane:.1f} {start_y - 8:.1f} "
-        f"V{end_y + 8:.1f} Q{lane:.1f} {end_y:.1f} {lane - 8:.1f} {end_y:.1f} H{end_x:.1f}"
+        f"M{start_x:.1f} {start_y:.1f} H{lane.x - 8:.1f} Q{lane.x:.1f} {start_y:.1f} {lane.x:.1f} {start_y - 8:.1f} "
+        f"V{end_y + 8:.1f} Q{lane.x:.1f} {end_y:.1f} {lane.x - 8:.1f} {end_y:.1f} H{end_x:.1f}"
     )
-    yield f'<path class="state" marker-end="url(#state-tip)" d="{path}"/>'
-    yield (
-        f'<text class="state-name" x="{lane - 6:.1f}" y="{end_y - 5:.1f}" text-anchor="end">'
-        f"{escape(arrow.state)}, before</text>"
+    at = f'x="{lane.x + 6:.1f}" y="{(start_y + end_y) / 2 + 4:.1f}"'
+    return (
+        f'<path class="state" marker-end="url(#state-tip)" d="{path}"/>'
+        f'<text class="state-name" {at}>{escape(lane.label)}</text>'
     )
 
 

@@ -103,6 +103,8 @@ class _Lab:
         self.splitters = [
             Splitter(world_size=self.size, shares=recipe.shares, speed_hints=recipe.speed_hints) for _ in bench.speeds
         ]
+        average = bench.average_cost if self.size > 1 else 0.0
+        self.costs = Costs(step_ms=self._step_time, average_ms=average, gradient_ms=average)
         self.clocks = [RankClock() for _ in bench.speeds]
         self.windows = 0
         self.points: list[LabPoint] = []
@@ -131,9 +133,7 @@ class _Lab:
         ]
         engine = Clockwork(
             policies,
-            costs=Costs(
-                step_ms=self._step_time, average_ms=self.bench.average_cost, gradient_ms=self.bench.average_cost
-            ),
+            costs=self.costs,
             ledger=Ledger(span.start, span.stop),
             batch_size=self.recipe.batch_size,
             work=self.work,

@@ -80,7 +80,9 @@ def inspect_variant(folder: Path, *, name: str, backend: str) -> Variant:
     build = torches.ask_torch(str(folder / "bin" / "python"), origin=name)
     if build is None or build.error is not None or build.version is None:
         why = build.error if build else "it was not installed"
-        raise DeviceError(f"the torch of {name} cannot be imported: {why}", hint="install it again, or take another build")
+        raise DeviceError(
+            f"the torch of {name} cannot be imported: {why}", hint="install it again, or take another build"
+        )
     _check_backend(backend, build)
     return Variant(
         name=name,

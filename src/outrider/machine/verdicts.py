@@ -37,7 +37,7 @@ def judge(facts: Facts, table: Table) -> tuple[Verdict, ...]:
     """All verdicts, in the order in which a reader wants to solve them."""
     return (
         *_judge_sight(facts),
-        *_judge_driver(facts, table),
+        *_judge_drivers(facts, table),
         *_judge_torches(facts),
         *_judge_cards(facts, table),
         *_judge_links(facts),
@@ -60,7 +60,14 @@ def _judge_sight(facts: Facts) -> Iterator[Verdict]:
         yield Verdict(check="sight", level="ok", what="no GPU", why="training runs on the CPU")
 
 
-def _judge_driver(facts: Facts, table: Table) -> Iterator[Verdict]:
+def _judge_drivers(facts: Facts, table: Table) -> Iterator[Verdict]:
+    verdicts = list(_judge_nvidia_driver(facts, table))
+    yield from verdicts
+    if all(verdict.level == "ok" for verdict in verdicts):
+        yield from (_unserved(gpu) for gpu in facts.gpus if not gpu.is_served)
+
+
+def _judge_nvidia_driver(facts: Facts, table: Table) -> Iterator[Verdict]:
     cards = [gpu for gpu in facts.gpus if gpu.vendor == "nvidia"]
     if not cards:
         return
@@ -76,21 +83,18 @@ def _judge_driver(facts: Facts, table: Table) -> Iterator[Verdict]:
     yield Verdict(
         check="driver",
         level="ok",
-        what=f"driver {driver.version or 'of unknown version'} serves all cards",
+        what=f"driver {driver.version or 'of unknown version'} serves these cards",
         why=f"CUDA up to {driver.cuda or 'unknown'}{flavour}",
     )
-    for gpu in cards:
-        if not gpu.is_served:
-            yield _unserved(gpu)
 
 
 def _unserved(gpu: Gpu) -> Verdict:
     return Verdict(
         check="driver",
         level="failure",
-        what=f"{gpu.name} is on the bus but its driver does not offer it",
-        why=f"found at {gpu.pci_bus_id} by the kernel, not by NVML",
-        hint="check `dmesg | grep -i nvidia`; another driver (nouveau, vfio-pci) may hold the card",
+        what=f"{gpu.name} is on the bus, but no driver serves it",
+        why=f"found at {gpu.pci_bus_id} by the kernel only",
+        hint=f"check `dmesg | grep {gpu.pci_bus_id}`; another driver (nouveau, vfio-pci) may hold the card",
     )
 
 
@@ -184,6 +188,12 @@ def _judge_links(facts: Facts) -> Iterator[Verdict]:
             )
         if gpu.is_mig:
             yield _mig(gpu)
+    yield from _judge_peers(facts)
+
+
+def _judge_peers(facts: Facts) -> Iterator[Verdict]:
+    if facts.links and all(link.has_peer_access for link in facts.links):
+        yield Verdict(check="peer", level="ok", what="peer access between all cards", why=f"by {facts.links[0].source}")
     denied = [link for link in facts.links if link.has_peer_access is False]
     if denied:
         pairs = ", ".join(f"{link.first}-{link.second}" for link in denied)

@@ -73,13 +73,20 @@ class Recipe:
         for name in ("evaluate", "scheduler"):
             if getattr(self, name) is not None:
                 check_callable(name, getattr(self, name))
-        if self.evaluate is not None and self.eval_dataset is None:
-            raise ConfigError("evaluate was given without eval_dataset", hint="pass eval_dataset=test_set")
+        for name in ("guard", "shuffle", "average_optimizer"):
+            check_flag(name, getattr(self, name))
+        self._check_evaluation()
         if self.accumulate > self.batch_size:
             raise ConfigError(
                 f"accumulate must be <= batch_size, got accumulate={self.accumulate}, batch_size={self.batch_size}",
                 hint="a batch is computed in `accumulate` pieces of at least one sample",
             )
+
+    def _check_evaluation(self) -> None:
+        if self.evaluate is not None and self.eval_dataset is None:
+            raise ConfigError("evaluate was given without eval_dataset", hint="pass eval_dataset=test_set")
+        if self.evaluate is None and self.eval_dataset is not None:
+            raise ConfigError("eval_dataset was given without evaluate", hint="pass evaluate=accuracy")
 
     def planner_config(self, world_size: int) -> PlannerConfig:
         return PlannerConfig(
@@ -128,9 +135,15 @@ def check_at_least(name: str, value: object, least: int) -> None:
         )
 
 
-def check_positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name} must be > 0, got {value!r}", hint=f"leave {name} out for no effect")
+def check_positive(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # a number by now
+        raise ConfigError(f"{name} must be a number > 0, got {value!r}", hint=f"leave {name} out for its default")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}", hint=f"pass {name}=True or {name}=False")
 
 
 def check_callable(name: str, value: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
 from outrider.errors import ConfigError, OutriderError, StepError
@@ -35,7 +36,7 @@ class Replica:
         self.model.train()
         self.arena = Arena(self.model)
         self.optimizer = _make_optimizer(recipe, self.model)
-        self.scheduler = recipe.scheduler(self.optimizer) if recipe.scheduler else None
+        self.scheduler = _make_scheduler(recipe, self.optimizer)
         # Rank 0 draws as a plain loop would; the others need their own dropout.
         if rank > 0:
             torch.manual_seed(recipe.seed * 1_000_003 + rank)
@@ -71,34 +72,42 @@ class Replica:
 
     def update(self, *, at: int) -> None:
         """The optimizer's step at the learning rate that belongs to `at`."""
-        self._follow_schedule(at)
-        self.optimizer.step()
+        try:
+            self._follow_schedule(at)
+            self.optimizer.step()
+        except Exception as error:
+            raise self._step_error(error, " in the optimizer") from error
         self.steps += 1
 
     def _backward(self, data: Any, samples: int) -> None:
-        with writing(self.logbook, samples=samples):
-            if self.recipe.accumulate == 1:
-                loss = self._loss(data)
-                loss.backward()
-                self.tally.add(loss, samples, self.steps)
-                return
-            for piece, count in pieces(data, samples, self.recipe.accumulate):
-                loss = self._loss(piece)
-                (loss * (count / samples)).backward()
-                self.tally.add(loss, count, self.steps)
+        if self.recipe.accumulate == 1:
+            loss = self._loss(data, samples)
+            loss.backward()
+            self.tally.add(loss, samples, self.steps)
+            return
+        for piece, count in pieces(data, samples, self.recipe.accumulate):
+            loss = self._loss(piece, count)
+            (loss * (count / samples)).backward()
+            self.tally.add(loss, count, self.steps)
 
-    def _loss(self, data: Any) -> torch.Tensor:
-        with self.autocast():
+    def _loss(self, data: Any, samples: int) -> torch.Tensor:
+        with writing(self.logbook, samples=samples), self.autocast():
             loss = self.recipe.step(self.model, data)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise StepError(
-                f"rank {self.rank} ({self.name}), step {self.steps}: the step function must return a scalar loss,"
-                f" got {_describe(loss)}",
+            raise self._bad_result(
+                f"the step function must return a scalar loss, got {_describe(loss)}",
                 hint="return the mean loss of the batch, a tensor with one element",
-                rank=self.rank,
-                step=self.steps,
+            )
+        if not loss.requires_grad:
+            raise self._bad_result(
+                "the loss that the step function returned has no gradient",
+                hint="return the loss itself, computed from the model's output, without detach() or no_grad()",
             )
         return loss
+
+    def _bad_result(self, trouble: str, *, hint: str) -> StepError:
+        message = f"rank {self.rank} ({self.name}), step {self.steps}: {trouble}"
+        return StepError(message, hint=hint, rank=self.rank, step=self.steps)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.recipe.precision == "bf16":
@@ -139,14 +148,21 @@ class Replica:
         self.model.eval()
         try:
             with self.autocast():
-                return float(self.call_user("evaluate", self.recipe.evaluate, self.model, data))
+                value = self.call_user("evaluate", self.recipe.evaluate, self.model, data)
         finally:
             self.model.train()
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            return float(value)
+        raise self._bad_result(
+            f"evaluate must return a number, got {_describe(value)}", hint="return the mean over the batch"
+        )
 
     def call_user(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the user's other than the step; its exception names rank and step."""
         try:
             return function(*arguments)
+        except OutriderError:
+            raise
         except Exception as error:
             raise self._step_error(error, f" in {what}") from error
 
@@ -195,6 +211,18 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * recipe.lr_scale
     return optimizer
+
+
+def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if recipe.scheduler is None:
+        return None
+    scheduler = recipe.scheduler(optimizer)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            f"scheduler must make a learning-rate schedule that advances by steps, got {type(scheduler).__name__}",
+            hint="pass scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, num_steps)",
+        )
+    return scheduler
 
 
 def _describe(value: object) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from outrider.errors import ConfigError, DataError
-from outrider.runtime.folder import RunFolder, load_model, save_model, write_whole
+from outrider.replica.recipe import Recipe
+from outrider.runtime.folder import RunFolder, make_folder, save_model, write_text, write_whole
 
 SCHEMA_VERSION = 1
 
@@ -37,17 +38,22 @@ class Progress:
     """What must be the same for a resumed run to make sense."""
 
 
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """The settings that decide which samples and steps come next."""
+    return {"seed": recipe.seed, "batch_size": recipe.batch_size, "policy": recipe.policy}
+
+
 def save(
     folder: RunFolder, progress: Progress, *, rank: int, model: dict[str, torch.Tensor], rank_state: dict[str, Any]
 ) -> Path:
     """This rank's part of a checkpoint; all ranks call it, then `commit` on rank 0 after a barrier."""
     path = _staging(folder, progress)
-    path.mkdir(parents=True, exist_ok=True)
-    write_whole(path / f"rank{rank}.pt", lambda temporary: torch.save(rank_state, temporary))
+    make_folder(path)
+    write_whole(path / f"rank{rank}.pt", lambda temporary: _save(temporary, rank_state))
     if rank == 0:
         save_model(path / "model.safetensors", model)
         text = json.dumps({"schema_version": SCHEMA_VERSION, **_fields(progress)}, separators=(",", ":"))
-        write_whole(path / "state.json", lambda temporary: _write(temporary, text))
+        write_text(path / "state.json", text)
     return path
 
 
@@ -69,6 +75,17 @@ def find(path: Path) -> Path:
             f"no checkpoint found in {path}", hint="pass a run folder that was made with checkpoint_every=1"
         )
     return path / "checkpoints" / names[-1]
+
+
+def refuse_strangers(folder: RunFolder, *, resume: Path | None) -> None:
+    """A new run must not leave its checkpoints among those of another: the newest would be anybody's."""
+    is_same_run = resume is not None and folder.path in (resume, *resume.parents)
+    if is_same_run or not any(folder.checkpoints.glob("epoch*")):
+        return
+    raise ConfigError(
+        f"{folder.path} holds the checkpoints of another run",
+        hint=f'pass resume="{folder.path}" to go on with it, or another run_dir',
+    )
 
 
 def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
@@ -96,10 +113,6 @@ def load_rank(path: Path, rank: int) -> dict[str, Any]:
     return state
 
 
-def load_shared(path: Path) -> dict[str, torch.Tensor]:
-    return load_model(path / "model.safetensors")
-
-
 def _fields(progress: Progress) -> dict[str, Any]:
     return {name: getattr(progress, name) for name in Progress.__slots__}
 
@@ -112,5 +125,7 @@ def _staging(folder: RunFolder, progress: Progress) -> Path:
     return folder.checkpoints / f".{_name(progress)}"
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _save(path: Path, state: dict[str, Any]) -> None:
+    # Given a path, torch writes it itself and does not say why it failed.
+    with path.open("wb") as file:
+        torch.save(state, file)

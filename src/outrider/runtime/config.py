@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.errors import ConfigError
-from outrider.replica.recipe import check_at_least, check_choice, check_positive
+from outrider.replica.recipe import check_at_least, check_callable, check_choice, check_flag, check_positive
 
 BACKENDS = ("auto", "cpu", "nccl")
+OBJECTS = frozenset({"epoch_start", "epoch_end", "collate"})
+"""Options that are objects of the user's, not settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,8 @@ class RunConfig:
     workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     resident: bool | Literal["auto"] = "auto"
+    threads_per_rank: int | None = None
+    """Threads of each rank; by default the ranks of a host share its cores."""
     port: int = 0
     timeout_s: float = 300.0
     record_schedule: bool = False
@@ -40,16 +44,29 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
         check_at_least("workers", self.workers, 0)
+        if self.threads_per_rank is not None:
+            check_at_least("threads_per_rank", self.threads_per_rank, 1)
         check_positive("checkpoint_every", self.checkpoint_every)
         check_positive("timeout_s", self.timeout_s)
+        check_flag("verify", self.verify)
+        for name in OBJECTS:
+            if getattr(self, name) is not None:
+                check_callable(name, getattr(self, name))
+        self._check_checkpoints()
         if self.resident not in (True, False, "auto"):
             raise ConfigError(f"unknown resident {self.resident!r}", hint='choose one of True, False, "auto"')
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be between 0 and 65535, got {self.port}", hint="leave port out")
+            raise ConfigError(
+                f"port must be 0 to 65535, got {self.port}", hint="leave port out and a free one is taken"
+            )
 
-
-OBJECTS = frozenset({"epoch_start", "epoch_end", "collate"})
-"""Options that are objects of the user's, not settings."""
+    def _check_checkpoints(self) -> None:
+        every = self.checkpoint_every
+        if every is not None and every > 1 and every % 1 != 0:
+            raise ConfigError(
+                f"checkpoint_every must be a whole number of epochs or a part of one, got {every:g}",
+                hint="pass checkpoint_every=2 for every second epoch, or 0.5 for twice per epoch",
+            )
 
 
 def plain(config: RunConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from outrider.core.effects import (
     Average,
+    Batch,
     Begin,
     Collect,
     Effect,
@@ -28,6 +29,7 @@ from outrider.core.effects import (
 from outrider.core.schedule import ScheduleRecorder
 from outrider.data.feed import Feed
 from outrider.data.leases import Leases
+from outrider.errors import OutriderError
 from outrider.replica.replica import Replica
 from outrider.runtime.averages import Averages
 from outrider.runtime.throttle import Throttle
@@ -100,17 +102,30 @@ class Driver:
 
     def _take(self, effect: Take) -> Lease | None:
         assert self._leases is not None
-        return self._leases.take(effect)
+        started_s = time.perf_counter()
+        lease = self._leases.take(effect)
+        self.window.exposed_s += time.perf_counter() - started_s
+        return lease
 
     def _expect(self, effect: Expect) -> None:
         self.feed.announce(effect.batches)
+
+    def _fetch(self, batch: Batch) -> Any:
+        started_s = time.perf_counter()
+        try:
+            return self.feed.fetch(batch)
+        except OutriderError as error:
+            error.rank, error.step = self.replica.rank, self.replica.steps
+            raise
+        finally:
+            self.recorder.add_wait("data", time.perf_counter() - started_s)
 
     # Steps
 
     def _step(self, effect: Step) -> None:
         started_s = time.perf_counter()
         with self.throttle:
-            data = self.feed.fetch(effect.batch)
+            data = self._fetch(effect.batch)
             self.replica.step(data, samples=effect.batch.count, at=self._epoch_base + effect.at)
         self._stepped(effect.batch.count, time.perf_counter() - started_s)
 
@@ -119,7 +134,7 @@ class Driver:
         started_s = time.perf_counter()
         with self.throttle:
             if samples:
-                self.replica.gradient(self.feed.fetch(effect.batch), samples=samples)
+                self.replica.gradient(self._fetch(effect.batch), samples=samples)
             else:
                 self.replica.no_gradient()
             self.averages.wait_for_device()
@@ -190,8 +205,17 @@ class Driver:
         self.reached += report.samples
         self.drift = drift
         self.is_stopped = self.is_stopped or report.wants_stop
+        waited_before_s = self.account.wait_s
         self.account.saw(report, self.replica.rank, is_blocking=is_blocking)
+        self._record_wait(report, self.account.wait_s - waited_before_s)
         return report
+
+    def _record_wait(self, report: Report, waited_s: float) -> None:
+        """How long the average before this one waited for others: known only now, from what all ranks reported."""
+        self.recorder.add_wait("average", waited_s)
+        # One event per window; shared steps are too many for that, the end of the epoch has their sum.
+        if report.drift is not None and waited_s >= 1e-4:
+            self.recorder.event("wait", cause="average", window=report.window - 1, ms=round(waited_s * 1e3, 3))
 
     def _record_average(self, report: Report, elapsed_s: float) -> None:
         mine = report.ranks[self.replica.rank]

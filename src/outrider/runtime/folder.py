@@ -5,6 +5,7 @@ Decides names and formats; a full disk or a folder that cannot be written is an 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -13,10 +14,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from outrider.errors import DataError
 
 SCHEMA_VERSION = 1
+_HINTS = {
+    errno.ENOSPC: "free some space there, or pass run_dir=another_folder",
+    errno.EDQUOT: "free some space there, or pass run_dir=another_folder",
+    errno.EACCES: "pass run_dir=a folder that you may write to",
+    errno.EROFS: "pass run_dir=a folder that you may write to",
+    errno.ENOTDIR: "a file is in the way: pass run_dir=another_folder",
+    errno.EEXIST: "a file is in the way: pass run_dir=another_folder",
+}
 
 
 class RunFolder:
@@ -26,12 +36,20 @@ class RunFolder:
         self.path = path
 
     def create(self) -> None:
-        _guarded(self.path, lambda: self.path.mkdir(parents=True, exist_ok=True))
+        make_folder(self.path)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Compact JSON; anything without a JSON form is written as its name, infinities and NaN as null."""
         text = json.dumps(_plain(content), separators=(",", ":"), default=str, allow_nan=False)
-        write_whole(self.path / name, lambda temporary: _write_text(temporary, text + "\n"))
+        write_text(self.path / name, text + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A file of this folder; None where it is not there."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
 
     def write_model(self, state: Mapping[str, torch.Tensor]) -> None:
         save_model(self.path / "model.safetensors", state)
@@ -57,6 +75,25 @@ def load_model(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+def load_into(model: nn.Module, path: Path) -> None:
+    """Put the parameters and buffers of a model file into a model."""
+    try:
+        model.load_state_dict(load_model(path))
+    except RuntimeError as error:
+        raise DataError(
+            f"{path} does not fit the model: {error}",
+            hint="pass a model made the same way as the one that was trained",
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    _guarded(path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+
+def write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda temporary: _write_text(temporary, text))
+
+
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Write beside the target, then move there: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -75,19 +112,21 @@ def _write_text(path: Path, text: str) -> None:
 def _guarded(path: Path, write: Callable[[], object]) -> None:
     try:
         write()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise DataError(
-            f"cannot write {path}: {reason}", hint="free some space there, or pass run_dir=another_folder"
-        ) from error
     except Exception as error:
-        # safetensors reports a failed write as an error of its own.
-        if "No space left" not in str(error) and "I/O error" not in str(error):
+        number = _errno_of(error)
+        if number is None:
             raise
-        raise DataError(
-            f"cannot write {path}: no space left on device",
-            hint="free some space there, or pass run_dir=another_folder",
-        ) from error
+        hint = _HINTS.get(number, "pass run_dir=another_folder")
+        raise DataError(f"cannot write {path}: {os.strerror(number).lower()}", hint=hint) from error
+
+
+def _errno_of(error: BaseException | None) -> int | None:
+    """The system's reason: torch.save hides it behind an error of its own, safetensors puts it into words."""
+    if error is None:
+        return None
+    if isinstance(error, OSError):
+        return error.errno
+    return errno.ENOSPC if "No space left" in str(error) else _errno_of(error.__context__)
 
 
 def _plain(value: Any) -> Any:

@@ -41,13 +41,17 @@ def launch(
     port: int = 0,
     environment: Mapping[str, str] | None = None,
     interpreters: Sequence[str] | None = None,
+    num_threads: int | None = None,
 ) -> Ranks:
     """Run `target(link, **payload)` in one new process per device.
 
-    `environment` is added to the variables of all ranks; `interpreters` gives each rank a Python of its own.
+    `environment` is added to the variables of all ranks; `interpreters` gives each rank a Python of its own;
+    `num_threads` is for each rank, by default the ranks share the cores.
     """
     _check_not_in_rank()
-    orders = _orders(devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir)
+    orders = _orders(
+        devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir, num_threads=num_threads
+    )
     with ExitStack() as cleanup:
         folder = Path(tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-"))
         remove_folder = partial(shutil.rmtree, folder, ignore_errors=True)
@@ -88,6 +92,7 @@ def _orders(
     interpreters: Sequence[str] | None,
     variables: Mapping[str, str],
     log_dir: Path,
+    num_threads: int | None,
 ) -> list[_Order]:
     if interpreters is not None and len(interpreters) != len(devices):
         raise ConfigError(
@@ -95,7 +100,7 @@ def _orders(
             hint="give one interpreter per device, or leave interpreters out",
         )
     programs = interpreters or [sys.executable] * len(devices)
-    threads = threads_per_rank(devices, num_cores())
+    threads = threads_per_rank(devices, num_cores()) if num_threads is None else (num_threads,) * len(devices)
     return [
         _Order(
             rank=rank,

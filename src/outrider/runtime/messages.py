@@ -80,6 +80,7 @@ def adopted_link(
     environment: Environment,
     *,
     devices: Sequence[DeviceSpec],
+    num_threads: int | None = None,
     on_message: Callable[[Message], None] = _nowhere,
 ) -> Link:
     """The Link of a rank that torchrun or the like started; `devices` are those of this host's ranks."""
@@ -87,7 +88,7 @@ def adopted_link(
     return Link(
         environment=environment,
         spec=devices[environment.local_rank],
-        num_threads=threads[environment.local_rank],
+        num_threads=threads[environment.local_rank] if num_threads is None else num_threads,
         deliver=on_message,
     )
 

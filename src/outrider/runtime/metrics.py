@@ -20,6 +20,7 @@ class EpochMetrics:
     loss: float
     eval: float | None
     samples: int
+    """Samples taken; an epoch that was resumed in its middle counts from there."""
     seconds: float
     samples_per_s: float
     share_by_rank: tuple[float, ...]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from outrider.runtime.config import RunConfig
 from outrider.runtime.context import EpochContext
 from outrider.runtime.driver import Driver
 from outrider.runtime.evaluation import Evaluated, Evaluation
-from outrider.runtime.folder import RunFolder
+from outrider.runtime.folder import RunFolder, load_into
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics, RankAccount, as_json, combine
 from outrider.runtime.record import commit, write_record, write_schedule, write_timeline
@@ -77,6 +78,7 @@ class RankRun:
         self.folder = RunFolder(setting.folder)
         self.backend = setting.backend
         self.devices = setting.devices
+        self.started_at = datetime.fromtimestamp(setting.origin_s).astimezone().isoformat(timespec="seconds")
         self.commit = commit() if world.rank == 0 else None
         self.recorder = Recorder(world.rank, origin_s=setting.origin_s)
         self.planner = Planner(recipe.planner_config(world.size))
@@ -99,7 +101,7 @@ class RankRun:
         recipe, world = self.recipe, self.world
         self.replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
         self.feed = self._open_feed(recipe.dataset, collate=self.config.collate)
-        self._check_size()
+        check_num_samples(self.feed.num_samples, world_size=world.size)
         self.averages = make_averages(self.replica, world, backend=self.backend, verify=self.config.verify)
         self.driver = Driver(
             replica=self.replica,
@@ -115,6 +117,8 @@ class RankRun:
         self.averages.start_from_rank_zero()
         self.averages.restore(average_state)
         self.recorder.event("ready", device=str(world.spec), feed=self.feed.reason)
+        if world.rank == 0:
+            write_record(self.folder, self, status="running")
 
     def _open_feed(self, dataset: Any, *, collate: Any) -> Feed:
         feed = make_feed(
@@ -134,13 +138,6 @@ class RankRun:
         feed = self._open_feed(self.recipe.eval_dataset, collate=self.config.collate)
         return Evaluation(self.replica, feed, self._open_leases, world_size=self.world.size)
 
-    def _check_size(self) -> None:
-        if self.feed.num_samples < self.world.size:
-            raise DataError(
-                f"the data set has {self.feed.num_samples} samples for {self.world.size} ranks",
-                hint="use fewer devices, or a larger data set",
-            )
-
     # Epochs
 
     def next_epoch(self) -> int | None:
@@ -148,7 +145,7 @@ class RankRun:
 
     def run_epoch(self, epoch: int) -> EpochMetrics | None:
         """One epoch with its evaluation and callbacks; None when a callback stopped the run before it began."""
-        if self._calls_stop(self.config.epoch_start, epoch, None):
+        if self._stops_before(epoch):
             return None
         self._start_epoch(epoch)
         started_s = time.perf_counter()
@@ -158,12 +155,24 @@ class RankRun:
                 break
         seconds = time.perf_counter() - started_s
         metrics = self._conclude(epoch, seconds)
-        self._calls_stop(self.config.epoch_end, epoch, metrics)
+        self._agree_to_stop(self._call(self.config.epoch_end, epoch, metrics))
         self._go_on(metrics)
         return metrics
 
-    def _calls_stop(self, callback: Any, epoch: int, metrics: EpochMetrics | None) -> bool:
-        """Call the user's callback; whether any rank's asked to stop. All ranks call this in the same order."""
+    def _stops_before(self, epoch: int) -> bool:
+        """Whether a callback or the handle wants no further epoch; the run can then be resumed from here."""
+        asked = self._call(self.config.epoch_start, epoch, None)
+        self._agree_to_stop(asked or self.link.stop_requested.is_set())
+        if self.is_over:
+            self._save_checkpoint(epoch, self.position)
+        return self.is_over
+
+    def _agree_to_stop(self, wants_stop: bool) -> None:
+        """The run is over where any rank wants it to be; all ranks call this in the same order."""
+        self.is_over = any(self.world.exchange_json(wants_stop, name="wishes to stop")) or self.is_over
+
+    def _call(self, callback: Callable[[EpochContext], None] | None, epoch: int, metrics: EpochMetrics | None) -> bool:
+        """Call the user's callback, where there is one; whether it asked to stop."""
         if callback is None:
             return False
         context = EpochContext(
@@ -174,10 +183,8 @@ class RankRun:
             optimizer=self.replica.optimizer,
             metrics=metrics,
         )
-        self.replica.call_user(callback.__name__ if hasattr(callback, "__name__") else "callback", callback, context)
-        stops = self.world.exchange_json(context.wants_stop)
-        self.is_over = self.is_over or any(stops)
-        return self.is_over
+        self.replica.call_user("epoch_start" if metrics is None else "epoch_end", callback, context)
+        return context.wants_stop
 
     def _start_epoch(self, epoch: int) -> None:
         num_samples = self.feed.num_samples
@@ -229,7 +236,7 @@ class RankRun:
             self.schedules.append(self.driver.schedule.entries)
         is_whole = not self.driver.is_stopped or self.recipe.policy == "independent"
         self.position = span.stop if is_whole else span.start + self.driver.reached - reached_before
-        if self.position < self.feed.num_samples and self._checkpoints_here():
+        if self.config.checkpoint_every is not None and self.position < self.feed.num_samples:
             self._save_checkpoint(epoch, self.position)
 
     def _open_leases(self, key: str, span: Lease, *, batch_size: int) -> Leases:
@@ -255,7 +262,9 @@ class RankRun:
             eval_s=time.perf_counter() - evaluating_s,
             wants_stop=self.link.stop_requested.is_set(),
         )
+        accounted_s = time.perf_counter()
         accounts = [RankAccount(**fields) for fields in self.world.exchange_json(asdict(account))]
+        self.recorder.wait("evaluation" if self.evaluation else "epoch boundary", time.perf_counter() - accounted_s)
         assert self._first_epoch_s is not None
         self.is_over = self.is_over or self.driver.is_stopped or any(one.wants_stop for one in accounts)
         metrics = combine(
@@ -268,7 +277,8 @@ class RankRun:
             wall_s=time.perf_counter() - self._first_epoch_s,
             is_complete=self.position >= self.feed.num_samples,
         )
-        self.recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval)
+        waits_ms = {cause: round(seconds * 1e3, 3) for cause, seconds in self.recorder.wait_s.items()}
+        self.recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval, waits_ms=waits_ms)
         return metrics
 
     def _go_on(self, metrics: EpochMetrics) -> None:
@@ -279,8 +289,8 @@ class RankRun:
             self.epoch += 1
             self.position = 0
         every = self.config.checkpoint_every
-        is_due = every is not None and (self.epoch % max(1, round(every)) == 0 or self.is_over)
-        if is_due:
+        # A run that was stopped can always be resumed.
+        if self.is_over or (every is not None and self.epoch % max(1, round(every)) == 0):
             self._save_checkpoint(self.epoch, self.position)
         if self.world.rank == 0:
             write_record(self.folder, self, status="running")
@@ -294,7 +304,7 @@ class RankRun:
             write_timeline(self.folder, timelines)
             if schedules is not None:
                 write_schedule(self.folder, schedules)
-            write_record(self.folder, self, status="stopped" if self.is_over else "finished")
+            write_record(self.folder, self, status="stopped" if self.epoch < self.recipe.epochs else "finished")
         self._barrier("the end of the run")
 
     def close(self) -> None:
@@ -319,15 +329,11 @@ class RankRun:
 
     # Checkpoints
 
-    def _checkpoints_here(self) -> bool:
-        return self.config.checkpoint_every is not None
-
     def _identity(self) -> dict[str, Any]:
-        return {
-            "seed": self.recipe.seed,
-            "batch_size": self.recipe.batch_size,
-            "policy": self.recipe.policy,
+        return checkpoint.identity(self.recipe) | {
             "num_samples": self.feed.num_samples,
+            "optimizer": type(self.replica.optimizer).__name__,
+            "scheduler": type(self.replica.scheduler).__name__ if self.replica.scheduler else None,
         }
 
     def _save_checkpoint(self, epoch: int, position: int) -> None:
@@ -354,7 +360,7 @@ class RankRun:
     def _resume(self, path: Path) -> dict[str, Any] | None:
         """Go back to where the checkpoint was taken; returns what the averages need once they have begun."""
         progress = checkpoint.load_progress(path, identity=self._identity())
-        self.replica.model.load_state_dict(checkpoint.load_shared(path))
+        load_into(self.replica.model, path / "model.safetensors")
         state = checkpoint.load_rank(path, self.world.rank)
         self.replica.restore(state)
         same_world = len(progress.planner.get("paces", ())) in (0, self.world.size)
@@ -368,3 +374,12 @@ class RankRun:
             self.recorder.event("resume", epoch=self.epoch, position=self.position, path=path.name)
         average_state: dict[str, Any] | None = state["average"]
         return average_state
+
+
+def check_num_samples(num_samples: int, *, world_size: int) -> None:
+    """Every rank needs a sample; asked before ranks start where the data set is there already, and by each rank."""
+    if num_samples < world_size:
+        raise DataError(
+            f"the data set has {num_samples} samples for {world_size} ranks",
+            hint="use fewer devices, or a larger data set",
+        )

@@ -5,6 +5,7 @@ Decides what `record.json` holds; reports and diffs read nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider._version import __version__
+from outrider.errors import DataError, OutriderError
 from outrider.replica import recipe as recipes
 from outrider.runtime import config as configs
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
@@ -50,12 +52,13 @@ def commit() -> str | None:
 
 
 def write_record(folder: RunFolder, run: RankRun, *, status: str) -> None:
-    """Written after every epoch, so that a run that dies leaves the epochs it finished."""
+    """Written at the start and after every epoch, so that a run that dies leaves the epochs it finished."""
     folder.write_json(
         "record.json",
         {
             "schema_version": SCHEMA_VERSION,
             "status": status,
+            "started_at": run.started_at,
             "policy": run.recipe.policy,
             "backend": run.backend,
             "devices": run.devices,
@@ -67,6 +70,31 @@ def write_record(folder: RunFolder, run: RankRun, *, status: str) -> None:
             "totals": totals(run.history),
         },
     )
+
+
+def close_record(folder: RunFolder, *, status: str, error: OutriderError | None = None) -> None:
+    """Say how a run ended that could not say so itself: failed, or closed by its program."""
+    record = folder.read_json("record.json") or _record_of_nothing(folder)
+    told = error and {"type": type(error).__name__, "message": error.message, "rank": error.rank, "step": error.step}
+    # A disk that is full may be the very reason, and must not hide it.
+    with contextlib.suppress(DataError):
+        folder.write_json("record.json", {**record, "status": status, "error": told})
+
+
+def _record_of_nothing(folder: RunFolder) -> dict[str, Any]:
+    """For a run that ended before its first record; the configuration says what it was to be."""
+    config = folder.read_json("config.json") or {"options": {}}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "policy": config["options"].get("policy"),
+        "backend": config.get("backend"),
+        "devices": config.get("devices"),
+        "options": config["options"],
+        "environment": environment(),
+        "commit": commit(),
+        "epochs": [],
+        "totals": totals([]),
+    }
 
 
 def totals(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:

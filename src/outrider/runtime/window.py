@@ -22,7 +22,7 @@ class Window:
     batches: int = 0
     compute_s: float = 0.0
     exposed_s: float = 0.0
-    """What the previous average took out of the compute path."""
+    """What the previous average, and leases since, took out of the compute path."""
 
     def stepped(self, *, samples: int, seconds: float) -> None:
         self.samples += samples

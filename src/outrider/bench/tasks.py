@@ -1,0 +1,93 @@
+"""What a benchmark trains: model, optimizer, data and target, the same for every mode.
+
+Decides sizes and learning rates of the demo's and the overhead benchmark's tasks. Starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from outrider.bench.datasets.glyphs import NUM_CLASSES, SIDE, glyphs
+from outrider.bench.models.classification import accuracy, cross_entropy_step
+from outrider.bench.models.digits import lenet, mlp
+from outrider.errors import ConfigError, nearest
+from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, StepFunction
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "lenet": lenet}
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Task:
+    """A training task; `batch_size` is per rank, for `balanced` that of the whole world."""
+
+    name: str
+    data_name: str
+    model: Callable[[], nn.Module]
+    optimizer: OptimizerFactory
+    step: StepFunction
+    dataset: Any
+    batch_size: int
+    epochs: int
+    evaluate: EvaluateFunction | None = None
+    eval_dataset: Any = None
+    target: float | None = None
+    """The evaluation to reach; larger is better."""
+    seed: int = 0
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, LEARNING_RATE)
+
+
+def demo_task(*, epochs: int, num_train: int = 3_000, num_test: int = 1_500) -> Task:
+    """LeNet on drawn glyphs: small enough for a laptop, large enough that averaging costs what it costs elsewhere."""
+    data = glyphs(num_train, num_test)
+    return Task(
+        name="lenet",
+        data_name=data.name,
+        model=lenet,
+        optimizer=adam,
+        step=cross_entropy_step,
+        dataset=data.train,
+        batch_size=32,
+        epochs=epochs,
+        evaluate=accuracy,
+        eval_dataset=data.test,
+        target=0.98,
+    )
+
+
+def speed_task(model_name: str, *, epochs: int, num_samples: int) -> Task:
+    """A model on random images: nothing to learn, the same work; made in each rank, so that nothing large travels."""
+    return Task(
+        name=model_name,
+        data_name=f"random 1 × {SIDE} × {SIDE} images",
+        model=model_named(model_name),
+        optimizer=adam,
+        step=cross_entropy_step,
+        dataset=partial(random_images, num_samples),
+        batch_size=64,
+        epochs=epochs,
+    )
+
+
+def model_named(name: str) -> Callable[[], nn.Module]:
+    if name not in MODELS:
+        close = nearest(name, MODELS)
+        hint = f"did you mean {close!r}?" if close else "pick one of the known names"
+        raise ConfigError(f"no model is called {name!r}, known are: {', '.join(MODELS)}", hint=hint)
+    return MODELS[name]
+
+
+def random_images(num_samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(num_samples, 1, SIDE, SIDE, generator=generator)
+    return TensorDataset(images, torch.randint(NUM_CLASSES, (num_samples,), generator=generator))

@@ -1,0 +1,52 @@
+"""How the command line speaks: data on stdout, talk on stderr, errors as two lines and an exit code.
+
+Decides how an error looks and what it exits with; knows no command. Called by main and by the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from outrider.errors import ConfigError, OutriderError
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+DEBUG = "OUTRIDER_DEBUG"
+"""Set it to see the traceback of an error."""
+
+
+def say(text: str) -> None:
+    """Talk to the user; what a program wants to read goes to stdout instead."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def guarded(command: Callable[[], object]) -> int:
+    """Run a command; an error of ours becomes two lines and an exit code."""
+    try:
+        command()
+    except OutriderError as error:
+        if os.environ.get(DEBUG):
+            raise
+        say(error_text(error))
+        return EXIT_ERROR
+    return 0
+
+
+def error_text(error: OutriderError) -> str:
+    lines = [f"error: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    return "\n".join(lines)
+
+
+def check_torch() -> None:
+    """For the commands that train; the others work where torch is missing or broken."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"torch cannot be imported: {error}",
+            hint="`outrider diagnose` shows why, `outrider setup` installs one that fits",
+        ) from error

@@ -1,0 +1,28 @@
+"""`outrider init`: a complete project in one command.
+
+Parses, calls, prints; the project is made by outrider.scaffold. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = "Example: outrider init stripes --template train && make -C stripes train"
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="The name of the project and of its folder.")],
+    template: Annotated[
+        str, typer.Option("--template", help="loop: your own loop, train: one call, flow: a network as a flow.")
+    ] = "loop",
+    directory: Annotated[Path, typer.Option("--directory", help="The folder to make it in.")] = Path("."),
+) -> None:
+    """Make a project: training script, data, config, tests, Makefile, Dockerfile, job examples."""
+    from outrider.scaffold.project import create_project
+
+    path = create_project(name, parent=directory, template=template)
+    typer.echo(str(path))
+    typer.echo(f"next: make -C {path} train", err=True)

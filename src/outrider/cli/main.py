@@ -1,0 +1,57 @@
+"""The command `outrider`: which subcommands there are, and how errors end the program.
+
+Decides nothing else. The commands import what they need when they run, so that help needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from outrider._version import __version__
+from outrider.cli import demo, diagnose, init, run, setup, torch
+from outrider.cli.console import guarded
+
+EPILOG = "Start with: outrider demo"
+
+# Plain help: readable in a pipe and without colour, and rich is not loaded for it.
+app = typer.Typer(
+    name="outrider",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train one PyTorch model on devices of unequal speed, so that every device gives what it can."""
+
+
+app.command(epilog=demo.EPILOG, short_help="Compare all modes on two unequal devices, offline.")(demo.demo)
+app.command(epilog=diagnose.EPILOG, short_help="What this machine has, and what works on it.")(diagnose.diagnose)
+app.command(epilog=setup.EPILOG, short_help="Install the torch that fits all cards here.")(setup.setup)
+app.command(epilog=init.EPILOG, short_help="Make a complete training project.")(init.init)
+app.command(epilog=run.EPILOG, short_help="Run a script with this project's torch.", context_settings=run.CONTEXT)(
+    run.run
+)
+app.add_typer(torch.app, name="torch", short_help="Torch builds side by side, one active per project.")
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    sys.exit(guarded(app))

@@ -1,0 +1,1 @@
+"""`outrider init`: a complete project from a template. Knows no torch; the templates do."""

@@ -1,0 +1,73 @@
+"""The outer optimizer against a computation by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.average import Outer
+from outrider.errors import ConfigError
+
+
+def steps(outer: Outer, deltas: list[float]) -> list[float]:
+    ref, velocity = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    positions = []
+    for delta in deltas:
+        outer.step(ref, torch.tensor([delta], dtype=torch.float64), velocity)
+        positions.append(float(ref))
+    return positions
+
+
+def test_nesterov_follows_the_hand_computation() -> None:
+    # v: 1, then 0.5 * 1 + 2 = 2.5; x: 2 * (1 + 0.5 * 1) = 3, then 3 + 2 * (2 + 0.5 * 2.5) = 9.5
+    assert steps(Outer(kind="nesterov", lr=2.0, momentum=0.5), [1.0, 2.0]) == [3.0, 9.5]
+
+
+def test_slowmo_follows_the_hand_computation() -> None:
+    # v: 1, then 2.5; x: 2 * 1 = 2, then 2 + 2 * 2.5 = 7
+    assert steps(Outer(kind="slowmo", lr=2.0, momentum=0.5), [1.0, 2.0]) == [2.0, 7.0]
+
+
+def test_none_moves_to_the_mean() -> None:
+    ref = torch.zeros(2)
+    Outer().step(ref, torch.tensor([1.0, -2.0]), None)
+    assert ref.tolist() == [1.0, -2.0]
+
+
+def test_a_window_without_samples_leaves_position_and_velocity() -> None:
+    ref, velocity = torch.ones(1), torch.ones(1)
+    Outer(kind="slowmo").step(ref, torch.zeros(1), velocity, is_moving=0.0)
+    assert (ref.item(), velocity.item()) == (1.0, 1.0)
+
+
+def test_the_outer_step_leaves_buffers_to_the_mean(make_world: Callable) -> None:
+    world = make_world(lambda: nn.BatchNorm1d(2), outer=Outer(kind="nesterov", momentum=0.5))
+    for model in world.models:
+        model.running_mean.fill_(4.0)
+        nn.init.constant_(model.weight, 3.0)
+    world.average([1, 1])
+    assert world.values("weight")[0].tolist() == [4.0, 4.0]
+    assert world.values("running_mean")[0].tolist() == [4.0, 4.0]
+
+
+def test_an_unknown_kind_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Outer(kind="nestrov")
+    assert str(caught.value) == (
+        "unknown outer optimizer 'nestrov', expected one of none, nesterov, slowmo\nhint: did you mean 'nesterov'?"
+    )
+
+
+def test_a_momentum_of_one_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Outer(kind="slowmo", momentum=1.0)
+    assert str(caught.value) == "outer momentum must be >= 0 and < 1, got 1.0\nhint: 0.7 is a good start"
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Outer(kind="slowmo", lr=0.0)
+    assert str(caught.value) == "outer lr must be > 0, got 0.0\nhint: 1.0 keeps the averaged displacement as it is"

@@ -1,0 +1,164 @@
+"""Names of modes, the orders they become, and the arithmetic of a summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from outrider.bench.models.classification import accuracy, cross_entropy_step
+from outrider.bench.models.digits import logistic
+from outrider.bench.modes import (
+    Mode,
+    ModeResult,
+    ideal_samples_per_s,
+    make_mode_order,
+    parse_mode,
+    samples_per_s,
+    summarise,
+    time_to_target_s,
+)
+from outrider.bench.tasks import Task, adam
+from outrider.errors import ConfigError
+from outrider.machine.devices import num_cores, parse_devices, threads_per_rank
+from outrider.runtime.metrics import EpochMetrics
+
+DEVICES = parse_devices("cpu,cpu@0.4")
+
+
+def epoch(number: int, *, seconds: float, train_s: float, accuracy: float | None = None) -> EpochMetrics:
+    return EpochMetrics(
+        epoch=number,
+        loss=1.0,
+        eval=accuracy,
+        samples=100,
+        seconds=seconds,
+        samples_per_s=100 / seconds,
+        share_by_rank=(0.7, 0.3),
+        learning_rate=1e-3,
+        averages=4,
+        anchor=2,
+        drift=None,
+        exposed_average_fraction=0.1 * seconds,
+        wait_fraction=0.2 * seconds,
+        eval_s=0.1,
+        train_s=train_s,
+        wall_s=train_s,
+        is_complete=True,
+    )
+
+
+WARM_UP = epoch(0, seconds=10.0, train_s=10.0, accuracy=0.90)
+FAST = epoch(1, seconds=1.0, train_s=11.0, accuracy=0.97)
+SLOW = epoch(2, seconds=3.0, train_s=14.0, accuracy=0.96)
+RESULT = ModeResult(mode="cpu-cadence", epochs=(WARM_UP, FAST, SLOW), run_dir=Path("runs/cpu-cadence"))
+
+
+def task() -> Task:
+    images = TensorDataset(torch.zeros(4, 784), torch.zeros(4, dtype=torch.int64))
+    return Task(
+        name="logistic",
+        data_name="zeros (stand-in)",
+        model=logistic,
+        optimizer=adam,
+        step=cross_entropy_step,
+        dataset=images,
+        batch_size=2,
+        epochs=3,
+        evaluate=accuracy,
+        eval_dataset=images,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("solo-1", Mode(name="solo-1", policy="independent", solo_rank=1)),
+        ("ddp", Mode(name="ddp", policy="ddp")),
+        ("independent", Mode(name="independent", policy="independent")),
+        ("cpu-async", Mode(name="cpu-async", policy="async", backend="cpu")),
+        ("nccl-balanced", Mode(name="nccl-balanced", policy="balanced", backend="nccl")),
+        ("cadence", Mode(name="cadence", policy="cadence", backend="auto")),
+    ],
+)
+def test_a_name_says_policy_backend_and_device(name: str, expected: Mode) -> None:
+    assert parse_mode(name, num_devices=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("cpu-asynch", "no mode is called 'cpu-asynch' for 2 devices", "did you mean 'cpu-async'?"),
+        ("solo-2", "no mode is called 'solo-2' for 2 devices", "did you mean 'solo-1'?"),
+        (
+            "everything",
+            "no mode is called 'everything' for 2 devices",
+            "modes are solo-0, solo-1, ddp, independent, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, "
+            "nccl-sync, nccl-balanced, nccl-cadence, nccl-async",
+        ),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_nearest(name: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_mode(name, num_devices=2)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_a_solo_gets_its_device_and_the_threads_it_has_in_the_whole_world(tmp_path: Path) -> None:
+    order = make_mode_order(parse_mode("solo-1", num_devices=2), task(), devices=DEVICES, run_dir=tmp_path)
+    assert order.config.devices == ("cpu@0.4",)
+    assert order.config.threads_per_rank == threads_per_rank(DEVICES, num_cores())[1]
+
+
+@pytest.mark.parametrize("name", ["solo-0", "ddp", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"])
+def test_all_modes_share_batch_epochs_seed_and_evaluation(name: str, tmp_path: Path) -> None:
+    recipe = make_mode_order(parse_mode(name, num_devices=2), task(), devices=DEVICES, run_dir=tmp_path).recipe
+    assert (recipe.batch_size, recipe.epochs, recipe.seed, recipe.evaluate) == (2, 3, 0, accuracy)
+
+
+def test_ranks_that_never_average_are_not_evaluated(tmp_path: Path) -> None:
+    order = make_mode_order(parse_mode("independent", num_devices=2), task(), devices=DEVICES, run_dir=tmp_path)
+    assert order.recipe.evaluate is None
+
+
+def test_the_first_epoch_is_warm_up() -> None:
+    assert samples_per_s(RESULT.epochs) == 200 / 4
+
+
+def test_a_single_epoch_is_counted() -> None:
+    assert samples_per_s(RESULT.epochs[:1]) == 10
+
+
+def test_time_to_target_is_the_training_time_of_the_first_epoch_that_reached_it() -> None:
+    assert time_to_target_s(RESULT.epochs, 0.95) == 11.0
+
+
+def test_a_target_never_reached_has_no_time() -> None:
+    assert time_to_target_s(RESULT.epochs, 0.99) is None
+
+
+def test_a_summary_compares_with_the_solos() -> None:
+    summary = summarise(RESULT, ideal=80.0, solo=40.0, target=0.95)
+    assert (summary.samples_per_s, summary.efficiency, summary.speedup) == (50.0, 0.625, 1.25)
+
+
+def test_a_summary_has_the_last_evaluation_and_all_averages() -> None:
+    summary = summarise(RESULT, ideal=None, solo=None, target=0.95)
+    assert (summary.eval, summary.averages, summary.efficiency, summary.speedup) == (0.96, 12, None, None)
+
+
+def test_fractions_are_means_over_training_time() -> None:
+    summary = summarise(RESULT, ideal=80.0, solo=40.0, target=0.95)
+    assert summary.exposed_average_fraction == pytest.approx((0.1 * 1 + 0.3 * 3) / 4)
+    assert summary.wait_fraction == pytest.approx((0.2 * 1 + 0.6 * 3) / 4)
+
+
+def test_the_ideal_is_the_sum_of_the_solos() -> None:
+    results = {"solo-0": RESULT, "solo-1": RESULT}
+    assert ideal_samples_per_s(results, num_devices=2) == 100.0
+
+
+def test_the_ideal_is_not_known_without_every_solo() -> None:
+    assert ideal_samples_per_s({"solo-0": RESULT}, num_devices=2) is None

@@ -1,0 +1,28 @@
+"""`outrider init`: the path on stdout, the next command on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.init import EPILOG, init
+
+app = typer.Typer()
+app.command(epilog=EPILOG)(init)
+
+
+def test_the_path_of_the_project_is_the_output(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["stripes", "--directory", str(tmp_path)])
+    assert result.exit_code == 0
+    assert result.stdout == f"{tmp_path / 'stripes'}\n"
+    assert (tmp_path / "stripes" / "train.py").exists()
+
+
+def test_an_unknown_template_gets_the_nearest(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["stripes", "--directory", str(tmp_path), "--template", "flows"])
+    assert str(result.exception) == (
+        "unknown template 'flows'\nhint: did you mean flow? templates are loop, train, flow"
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,199 @@
+"""The lab against plain loops: what each policy promises about the mathematics."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from outrider.average.outer import Outer
+from outrider.core.effects import Batch
+from outrider.data.order import shuffled
+from outrider.lab.train import Bench, LabRun, train
+from outrider.lab.work import ReplicaWork
+from outrider.replica.recipe import Recipe
+
+SIZE, BATCH = 240, 12
+
+
+def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SIZE, 6, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+
+
+def step(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def correct(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return (model(batch[0]).argmax(1) == batch[1]).double().mean()
+
+
+def recipe(**options: object) -> Recipe:
+    basics: dict[str, object] = {
+        "model": make_model,
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "step": step,
+        "dataset": data(),
+        "batch_size": BATCH,
+        "epochs": 1,
+        "seed": 5,
+    }
+    return Recipe(**{**basics, **options})  # type: ignore[arg-type]
+
+
+def flat(run: LabRun, rank: int = 0) -> torch.Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in run.state_dict(rank).values()])
+
+
+def plain_loop(*, epochs: int = 1, batch_size: int = BATCH, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    torch.manual_seed(5)
+    model = make_model(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, labels = data(dtype).tensors
+    for epoch in range(epochs):
+        for indices in shuffled(SIZE, seed=5, epoch=epoch).split(batch_size):
+            optimizer.zero_grad()
+            step(model, (inputs[indices], labels[indices])).backward()
+            optimizer.step()
+    return torch.cat([tensor.flatten().double() for tensor in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async", "sync", "balanced"])
+def test_one_rank_equals_a_plain_loop_bit_for_bit(policy: str) -> None:
+    run = train(
+        recipe(policy=policy, epochs=2, model=partial(make_model, torch.float32), dataset=data(torch.float32)),
+        Bench(speeds=(1.0,)),
+    )
+    assert torch.equal(flat(run), plain_loop(epochs=2, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.4), (1.0, 0.7, 0.15)])
+def test_balanced_equals_one_device_with_the_whole_batch(speeds: tuple[float, ...]) -> None:
+    run = train(recipe(policy="balanced"), Bench(speeds=speeds))
+    assert run.work.replicas[0].steps == 20
+    assert len(set(run.samples_by_rank)) > 1
+    assert (flat(run) - plain_loop()).abs().max() < 1e-9
+
+
+def test_sync_equals_one_device_with_all_batches_together() -> None:
+    run = train(recipe(policy="sync"), Bench(speeds=(1.0, 0.4)))
+    assert (flat(run) - plain_loop(batch_size=2 * BATCH)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])
+def test_all_ranks_end_with_the_same_bits(policy: str) -> None:
+    run = train(recipe(policy=policy, epochs=2), Bench(speeds=(1.0, 0.4, 0.3), average_cost=0.7))
+    assert torch.equal(flat(run, 0), flat(run, 1))
+    assert torch.equal(flat(run, 0), flat(run, 2))
+
+
+@pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])
+def test_a_run_can_be_repeated_bit_for_bit(policy: str) -> None:
+    first, second = (
+        train(recipe(policy=policy, epochs=2, evaluate=correct, eval_dataset=data()), Bench(speeds=(1.0, 0.4)))
+        for _ in range(2)
+    )
+    assert torch.equal(flat(first), flat(second))
+    assert first.points == second.points
+
+
+def test_async_keeps_every_local_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = {0: 0.0, 1: 0.0}
+    plain_step = ReplicaWork.step
+
+    def watched(work: ReplicaWork, rank: int, batch: Batch, at: int) -> None:
+        weight = work.replicas[rank].model[0].weight
+        before = weight.detach().clone()
+        plain_step(work, rank, batch, at)
+        moved[rank] += (weight.detach() - before).sum().item() * batch.count
+
+    monkeypatch.setattr(ReplicaWork, "step", watched)
+    # Equal windows, so every displacement has the same weight per sample, and the sum of all steps is what remains.
+    run = train(
+        recipe(policy="async", anchor=2, shares=(0.5, 0.5), dataset=data(), epochs=1, batch_size=10),
+        Bench(speeds=(1.0, 1.0), average_cost=1.5),
+    )
+    torch.manual_seed(5)
+    start = make_model()[0].weight.sum().item()  # type: ignore[index]
+    travelled = run.state_dict()["0.weight"].sum().item() - start
+    assert run.averages > 3
+    assert travelled == pytest.approx((moved[0] + moved[1]) / (10 * 2), rel=1e-9)
+
+
+def test_time_to_target_counts_virtual_time() -> None:
+    run = train(
+        recipe(policy="cadence", epochs=3, evaluate=correct, eval_dataset=data()),
+        Bench(speeds=(1.0,)),
+        points_per_epoch=2,
+    )
+    assert [point.time for point in run.points] == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    assert run.time_to(0.0) == 10.0
+    assert run.time_to(1.01) is None
+
+
+def test_two_unequal_devices_take_a_third_less_time_than_one() -> None:
+    solo = train(recipe(epochs=3), Bench(speeds=(1.0,)))
+    both = train(recipe(epochs=3, policy="async"), Bench(speeds=(1.0, 0.4)))
+    assert both.points[-1].time < solo.points[-1].time / 1.25
+
+
+def test_the_outer_step_moves_further_along_the_average() -> None:
+    plain = train(recipe(policy="cadence", anchor=2), Bench(speeds=(1.0, 0.4)))
+    pushed = train(
+        recipe(policy="cadence", anchor=2, outer=Outer(kind="nesterov", momentum=0.5)), Bench(speeds=(1.0, 0.4))
+    )
+    assert pushed.points[-1].loss < plain.points[-1].loss
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_averaged_optimizer_state_is_the_same_on_all_ranks(policy: str) -> None:
+    run = train(recipe(policy=policy, average_optimizer=True, epochs=2), Bench(speeds=(1.0, 0.4)))
+    first, second = (replica.optimizer.state_dict()["state"] for replica in run.work.replicas)
+    for index, state in first.items():
+        assert torch.equal(state["momentum_buffer"], second[index]["momentum_buffer"])
+
+
+def test_the_guard_acts_when_replicas_run_apart() -> None:
+    # Steps far too large for this model: between averages the ranks go their own ways, further each time.
+    run = train(
+        recipe(
+            policy="cadence",
+            optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+            model=lambda: nn.Linear(6, 2).double(),
+            step=lambda model, batch: -(model(batch[0]) ** 2).mean().clamp(max=1e30),
+            drift_threshold=0.05,
+            epochs=4,
+            batch_size=2,
+        ),
+        Bench(speeds=(1.0, 0.8)),
+    )
+    shrunk = [decision for decision in run.decisions if decision.kind == "anchor" and "guard" in decision.reason]
+    assert any(decision.kind == "guard" for decision in run.decisions)
+    assert shrunk
+    assert shrunk[0].details["to"] < shrunk[0].details["from"]
+
+
+def test_without_the_guard_the_same_run_is_left_alone() -> None:
+    run = train(
+        recipe(
+            policy="cadence",
+            optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+            model=lambda: nn.Linear(6, 2).double(),
+            step=lambda model, batch: -(model(batch[0]) ** 2).mean().clamp(max=1e30),
+            drift_threshold=0.05,
+            guard=False,
+            epochs=4,
+            batch_size=2,
+        ),
+        Bench(speeds=(1.0, 0.8)),
+    )
+    assert not [decision for decision in run.decisions if decision.kind == "guard"]

@@ -1,0 +1,105 @@
+"""The facts of the machine that runs the tests, and how readings are put together."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from outrider.machine.detect import detect_machine, merge_cards
+from outrider.machine.facts import Gpu, facts_to_json
+from outrider.machine.host import read_host
+from outrider.machine.tools import find_docker, find_nccl, find_toolkits
+
+
+def card(index: int, bus_id: str, **more: object) -> Gpu:
+    values: dict[str, object] = {"vendor": "nvidia", "name": f"card at {bus_id}", **more}
+    return Gpu(index=index, pci_bus_id=bus_id, **values)  # type: ignore[arg-type]
+
+
+def test_this_machine_can_be_looked_at_whatever_it_has(tmp_path: Path) -> None:
+    facts = detect_machine(tmp_path)
+    assert facts.host.system
+    assert facts.cpu.threads
+    assert facts.memory.total_bytes
+    assert facts.disk.free_bytes
+    assert facts.interfaces
+
+
+def test_facts_say_where_they_came_from(tmp_path: Path) -> None:
+    facts = detect_machine(tmp_path)
+    assert facts.memory.sources["total_bytes"] == "psutil"
+    assert facts.disk.sources["free_bytes"] == "statvfs of the working directory"
+
+
+def test_facts_name_no_host_and_no_user(tmp_path: Path) -> None:
+    text = json.dumps(facts_to_json(detect_machine(tmp_path)))
+    words = set(text.replace('"', " ").replace("/", " ").replace(",", " ").split())
+    assert socket.gethostname() not in words
+    assert getpass.getuser() not in words - {"root"}
+
+
+def test_a_card_that_nvml_knows_is_taken_from_nvml() -> None:
+    told = card(0, "0000:01:00.0", name="NVIDIA H200")
+    assert merge_cards((told,), (card(0, "0000:01:00.0"),)) == (told,)
+
+
+def test_a_card_that_nvml_leaves_out_is_not_served_and_numbered_after() -> None:
+    told = card(0, "0000:02:00.0")
+    _, other = merge_cards((told,), (card(0, "0000:01:00.0"), card(1, "0000:02:00.0")))
+    assert (other.index, other.pci_bus_id, other.is_served) == (1, "0000:01:00.0", False)
+
+
+def test_without_nvml_the_bus_is_taken_as_it_is() -> None:
+    on_bus = (card(0, "0000:01:00.0"), card(0, "0000:03:00.0", vendor="amd"))
+    assert merge_cards((), on_bus) == on_bus
+
+
+def test_a_container_is_known_by_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    (tmp_path / ".dockerenv").touch()
+    assert read_host(tmp_path).container == "docker"
+
+
+def test_bare_metal_is_no_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "SINGULARITY_CONTAINER", "APPTAINER_CONTAINER"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_host(tmp_path).container is None
+
+
+def test_the_distribution_is_read(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/os-release").write_text('NAME="Debian"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n')
+    assert read_host(tmp_path).distribution == "Debian GNU/Linux 12 (bookworm)"
+
+
+def test_wsl_is_known_by_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    assert read_host(tmp_path).is_wsl is True
+
+
+def test_a_toolkit_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    compiler = tmp_path / "usr/local/cuda-12.9/bin/nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text('#!/bin/sh\necho "Cuda compilation tools, release 12.9, V12.9.86"\n')
+    compiler.chmod(0o755)
+    assert [toolkit.version for toolkit in find_toolkits(tmp_path)] == ["12.9"]
+
+
+def test_nccl_on_the_system_is_found_with_its_version(tmp_path: Path) -> None:
+    folder = tmp_path / "usr/lib/x86_64-linux-gnu"
+    folder.mkdir(parents=True)
+    (folder / "libnccl.so.2.28.3").touch()
+    (folder / "libnccl.so.2").symlink_to("libnccl.so.2.28.3")
+    assert [library.version for library in find_nccl(tmp_path)] == ["2.28.3"]
+
+
+def test_no_docker_is_a_normal_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_docker() is None

@@ -1,0 +1,103 @@
+"""The expected gain of training on all devices, before anyone starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.machine.facts import Facts, Speed, load_facts
+from outrider.machine.forecast import forecast, policy_gains, relative_speeds, slow_devices
+
+FACTS = Path(__file__).parent / "facts"
+SPEEDS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6).map(lambda rest: [1.0, *sorted(rest, reverse=True)])
+
+
+def recorded(machine: str) -> Facts:
+    return load_facts(FACTS / f"{machine}.json")
+
+
+def gains(speeds: list[float], backend: str = "nccl") -> dict[str, float]:
+    return {gain.policy: gain.gain for gain in policy_gains(speeds, backend=backend)}
+
+
+def test_sync_runs_at_the_pace_of_the_slowest() -> None:
+    assert gains([1.0, 0.4])["sync"] == pytest.approx(2 * 0.4 * 0.94)
+
+
+def test_the_others_run_at_the_sum_of_the_speeds() -> None:
+    found = gains([1.0, 0.4])
+    assert found["balanced"] == pytest.approx(1.4 * 0.94)
+    assert found["cadence"] == pytest.approx(1.4 * 0.92)
+    assert found["async"] == pytest.approx(1.4 * 0.98)
+
+
+def test_averaging_every_step_over_the_host_costs_more() -> None:
+    assert gains([1.0, 1.0], backend="cpu")["sync"] == pytest.approx(2 * 0.94 * 0.57)
+    assert gains([1.0, 1.0], backend="cpu")["async"] == gains([1.0, 1.0])["async"]
+
+
+@given(speeds=SPEEDS)
+def test_sync_never_beats_balanced(speeds: list[float]) -> None:
+    assert gains(speeds)["sync"] <= gains(speeds)["balanced"] + 1e-9
+
+
+@given(speeds=SPEEDS)
+def test_no_policy_promises_more_than_the_sum_of_the_speeds(speeds: list[float]) -> None:
+    assert max(gains(speeds).values()) <= sum(speeds)
+
+
+@given(speeds=SPEEDS)
+def test_the_fastest_is_never_left_out(speeds: list[float]) -> None:
+    assert 0 not in slow_devices(speeds, backend="cpu")
+
+
+def test_a_device_that_adds_nothing_is_left_out() -> None:
+    assert slow_devices([1.0, 0.03], backend="nccl") == (1,)
+    assert slow_devices([1.0, 0.9, 0.02], backend="nccl") == (2,)
+    assert slow_devices([1.0, 0.4], backend="nccl") == ()
+
+
+def test_leaving_the_slow_card_out_is_the_advice_where_it_is_the_answer() -> None:
+    found = forecast(recorded("rtx4090-gt1030"))
+    assert found is not None
+    assert found.leave_out == ("cuda:1",)
+    assert found.advice == "leave cuda:1 (3% of the fastest) out: cuda:0 alone is about as fast"
+
+
+def test_the_others_gain_is_told_where_one_of_three_is_left_out() -> None:
+    facts = recorded("rtx4090-gt1030")
+    third = replace(facts.gpus[0], index=2)
+    speed = Speed(device="cuda:2", matmul_tflops=82.6, memory_gb_per_s=1008.0)
+    found = forecast(replace(facts, gpus=(*facts.gpus, third), speeds=(*facts.speeds, speed)))
+    assert found is not None
+    assert found.advice == "leave cuda:1 (3% of the fastest) out: the others reach about 1.96 × the fastest alone"
+
+
+def test_mismatched_cards_worth_having_are_kept() -> None:
+    found = forecast(recorded("rtx3090-rtx3060"))
+    assert found is not None
+    assert found.leave_out == ()
+    assert found.advice == "train on all with async: about 1.34 × the fastest alone"
+
+
+def test_speed_is_the_geometric_mean_of_matmul_and_memory() -> None:
+    fast, slow = relative_speeds(recorded("rtx3090-rtx3060"))
+    assert (fast.device, fast.relative) == ("cuda:0", 1.0)
+    assert slow.relative == pytest.approx(((12.7 * 360) / (35.6 * 936)) ** 0.5)
+
+
+def test_the_host_backend_is_assumed_where_nccl_failed() -> None:
+    facts = recorded("rtx4080-rtx3070")
+    failed = tuple(item for item in facts.reductions if item.outcome != "ok")
+    found = forecast(replace(facts, reductions=failed))
+    assert found is not None
+    assert found.backend == "cpu"
+
+
+@pytest.mark.parametrize("machine", ["no-gpu", "h200", "rtx5060ti-gtx1060-bare", "broken-torch"])
+def test_there_is_no_forecast_for_fewer_than_two_measured_cards(machine: str) -> None:
+    assert forecast(recorded(machine)) is None
