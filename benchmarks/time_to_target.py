@@ -10,7 +10,9 @@ import argparse
 import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +29,34 @@ MODELS = {"mlp": (mlp, 0.975, 5), "lenet": (lenet, 0.985, 4)}
 SPEEDS = (1.0, 0.4)
 
 
-def grid(model: str) -> Iterator[dict[str, Any]]:
+OUTERS: dict[str, Outer] = {
+    "none": Outer(),
+    "auto": Outer(kind="nesterov"),
+    "nesterov 0.5": Outer(kind="nesterov", momentum=0.5),
+    "nesterov 0.7": Outer(kind="nesterov", momentum=0.7),
+    "sum": Outer(kind="slowmo", lr=1.69, momentum=0.0),
+}
+"""`sum` applies every rank's displacement in full at once, which `auto` does in the long run."""
+
+
+def grid() -> Iterator[dict[str, Any]]:
     for lr in (0.5, 1.0, 2.0, 4.0):
         yield {"policy": "solo", "lr": lr}
-    for lr in (1.0, 2.0):
         yield {"policy": "balanced", "lr": lr}
+    for lr in (1.0, 2.0, 4.0):
         yield {"policy": "sync", "lr": lr}
-    for policy, lr, momentum in itertools.product(("cadence", "async"), (1.0, 2.0), (None, 0.3, 0.5, 0.7)):
-        yield {"policy": policy, "lr": lr, "anchor": 10, "momentum": momentum}
-    for policy, anchor, momentum in itertools.product(("cadence", "async"), (4, 20, 50), (None, 0.5)):
-        yield {"policy": policy, "lr": 1.0, "anchor": anchor, "momentum": momentum}
-    for policy, momentum in itertools.product(("cadence", "async"), (None, 0.5)):
-        yield {"policy": policy, "lr": 1.0, "anchor": 10, "momentum": momentum, "average_optimizer": True}
-        yield {"policy": policy, "lr": 1.0, "anchor": 10, "momentum": momentum or 0.5, "kind": "slowmo"}
+    for anchor, outer, lr in itertools.product((2, 5, 10, 20), OUTERS, (1.0, 2.0, 4.0)):
+        yield {"policy": "cadence", "lr": lr, "anchor": anchor, "outer": outer}
+    for anchor, outer, lr in itertools.product((5, 20), ("none", "auto", "nesterov 0.5"), (1.0, 2.0)):
+        yield {"policy": "async", "lr": lr, "anchor": anchor, "outer": outer}
+    for anchor, outer, lr in itertools.product((5, 20), ("none", "auto"), (1.0, 2.0)):
+        yield {"policy": "cadence", "lr": lr, "anchor": anchor, "outer": outer, "average_optimizer": True}
 
 
-def run(model: str, setting: dict[str, Any], seed: int, data: Any) -> dict[str, Any]:
+def run(model: str, setting: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
     make, target, epochs = MODELS[model]
-    momentum = setting.get("momentum")
+    data = mnist(folder)
     recipe = Recipe(
         model=make,
         optimizer=partial(torch.optim.Adam, lr=setting["lr"] * 1e-3),
@@ -56,7 +68,7 @@ def run(model: str, setting: dict[str, Any], seed: int, data: Any) -> dict[str, 
         evaluate=accuracy,
         eval_dataset=data.test,
         anchor=setting.get("anchor"),
-        outer=Outer() if momentum is None else Outer(kind=setting.get("kind", "nesterov"), momentum=momentum),
+        outer=OUTERS[setting.get("outer", "none")],
         average_optimizer=setting.get("average_optimizer", False),
         seed=seed,
     )
@@ -79,28 +91,28 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the MNIST files")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--models", default="mlp,lenet")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     done = set()
     if options.output.exists():
         records = [json.loads(line) for line in options.output.read_text().splitlines()]
-        done = {_key(record, record["seed"]) for record in records}
-    data = mnist(options.data)
-    with options.output.open("a") as file:
-        for seed, model in itertools.product(range(options.seeds), options.models.split(",")):
-            for setting in grid(model):
-                if _key({"model": model, **setting}, seed) in done:
-                    continue
-                record = run(model, setting, seed, data)
-                file.write(json.dumps(record, separators=(",", ":")) + "\n")
-                file.flush()
-                print({name: value for name, value in record.items() if name != "curve"}, flush=True)
+        done = {_key(record["model"], record, record["seed"]) for record in records}
+    tasks = [
+        (model, setting, seed)
+        for seed, setting, model in itertools.product(range(options.seeds), grid(), options.models.split(","))
+        if _key(model, setting, seed) not in done
+    ]
+    with options.output.open("a") as file, ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(run, *task, options.data) for task in tasks]
+        for future in as_completed(futures):
+            file.write(json.dumps(future.result(), separators=(",", ":")) + "\n")
+            file.flush()
 
 
-def _key(record: dict[str, Any], seed: int) -> tuple[Any, ...]:
-    names = ("model", "policy", "lr", "anchor", "momentum", "kind", "average_optimizer")
-    return (seed, *(record.get(name) for name in names))
+def _key(model: str, setting: dict[str, Any], seed: int) -> tuple[Any, ...]:
+    names = ("policy", "lr", "anchor", "outer", "average_optimizer")
+    return (model, seed, *(setting.get(name) for name in names))
 
 
 if __name__ == "__main__":

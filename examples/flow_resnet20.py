@@ -30,7 +30,7 @@ def block_flow(inputs: int, outputs: int) -> Flow:
     return (
         Flow(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)).label("conv1")
         .through(nn.BatchNorm2d(outputs)).label("bn1")
-        .through(nn.ReLU())
+        .through(F.relu)
         .through(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)).label("conv2")
         .through(nn.BatchNorm2d(outputs)).label("bn2")
     )  # fmt: skip
@@ -38,12 +38,12 @@ def block_flow(inputs: int, outputs: int) -> Flow:
 
 def resnet20_flow(blocks_per_stage: int = 3, classes: int = 10) -> Graph:
     flow = Flow(nn.Conv2d(3, 16, 3, 1, 1, bias=False)).label("conv").through(nn.BatchNorm2d(16)).label("bn")
-    flow.through(nn.ReLU())
+    flow.through(F.relu)
     inputs = 16
     for stage, outputs in enumerate((16, 32, 64), start=1):
         for block in range(1, blocks_per_stage + 1):
             skip = Shortcut(outputs - inputs) if outputs > inputs else None
-            flow.also(block_flow(inputs, outputs), skip=skip).tag(f"stage{stage}_block{block}").through(nn.ReLU())
+            flow.also(block_flow(inputs, outputs), skip=skip).tag(f"stage{stage}_block{block}").through(F.relu)
             inputs = outputs
     flow.through(nn.AdaptiveAvgPool2d(1)).through(nn.Flatten()).through(nn.Linear(64, classes)).label("head")
     return flow.build(name="resnet20")

@@ -31,6 +31,24 @@ def test_slowmo_follows_the_hand_computation() -> None:
     assert steps(Outer(kind="slowmo", lr=2.0, momentum=0.5), [1.0, 2.0]) == [2.0, 7.0]
 
 
+def test_auto_travels_as_far_per_sample_as_one_rank_alone(make_world: Callable) -> None:
+    world = make_world(lambda: nn.Linear(1, 1, bias=False), outer=Outer(kind="nesterov"))
+    for model in world.models:
+        nn.init.zeros_(model.weight)
+    for exchange in world.exchanges:
+        exchange.reset_ref()
+    for _ in range(60):
+        # Each rank moves by 0.01 per sample: 0.3 on one, 0.1 on the other.
+        for model, samples in zip(world.models, (30, 10), strict=True):
+            model.weight.data.add_(0.01 * samples)
+        before = world.values("weight")[0].item()
+        world.average([30, 10])
+    mean = 0.75 * 0.3 + 0.25 * 0.1
+    travelled = world.values("weight")[0].item() - (before - 0.3)
+    assert travelled == pytest.approx(mean / (0.75**2 + 0.25**2), rel=1e-3)
+    assert travelled == pytest.approx(0.4, rel=1e-3)
+
+
 def test_none_moves_to_the_mean() -> None:
     ref = torch.zeros(2)
     Outer().step(ref, torch.tensor([1.0, -2.0]), None)
@@ -64,7 +82,10 @@ def test_an_unknown_kind_names_the_nearest() -> None:
 def test_a_momentum_of_one_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Outer(kind="slowmo", momentum=1.0)
-    assert str(caught.value) == "outer momentum must be >= 0 and < 1, got 1.0\nhint: 0.7 is a good start"
+    assert (
+        str(caught.value)
+        == 'outer momentum must be >= 0 and < 1, got 1.0\nhint: "auto" follows the ranks\' shares of the samples'
+    )
 
 
 def test_a_rate_of_zero_is_refused() -> None:

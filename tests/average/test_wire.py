@@ -27,7 +27,8 @@ def exchange(wire: Wire, *, sum_with: torch.Tensor | float, total: int) -> None:
     wire.scale(1)
     wire.summed.add_(sum_with)
     scalar = torch.tensor(float(total), dtype=torch.float64)
-    wire.apply(total=scalar, is_moving=torch.ones_like(scalar), outer=Outer(), parts=torch.zeros(256).double())
+    one = torch.ones_like(scalar)
+    wire.apply(total=scalar, is_moving=one, concentration=one, outer=Outer(), parts=torch.zeros(256).double())
 
 
 def test_the_mean_comes_back_over_the_bridge() -> None:

@@ -47,9 +47,12 @@ def task() -> Task:
 @given(num_samples=st.integers(5, 200), world_size=st.integers(1, 5))
 def test_samples_are_dealt_as_torch_deals_them(num_samples: int, world_size: int) -> None:
     order = torch.arange(num_samples)
+    data = TensorDataset(order)
     ours = [dealt(order, rank=rank, world_size=world_size).tolist() for rank in range(world_size)]
-    samplers = [DistributedSampler(order, world_size, rank, shuffle=False) for rank in range(world_size)]  # type: ignore[arg-type]
-    assert ours == [list(sampler) for sampler in samplers]
+    theirs: list[list[int]] = [
+        list(DistributedSampler(data, world_size, rank, shuffle=False)) for rank in range(world_size)
+    ]
+    assert ours == theirs
 
 
 def test_devices_of_different_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -61,7 +62,7 @@ class Silent:
     def __init__(self) -> None:
         self.begun: list[str] = []
 
-    def begin(self, mode: str, *, devices: list[str], position: int, num_modes: int) -> None:
+    def begin(self, mode: str, *, devices: Sequence[str], position: int, num_modes: int) -> None:
         self.begun.append(mode)
 
     def saw(self, message: Message) -> None: ...
@@ -117,7 +118,7 @@ def test_the_table_has_a_line_per_mode(task: Task) -> None:
 
 def test_the_conditions_fit_80_columns(task: Task) -> None:
     assert conditions(task).splitlines() == [
-        "lenet on glyphs (stand-in): 1 epochs of 20 samples,",
+        "lenet on glyphs (stand-in): 1 epoch of 20 samples,",
         "batch 32 per rank (balanced: 32 in all), the same seed and order in every mode",
     ]
 

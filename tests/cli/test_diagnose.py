@@ -84,13 +84,14 @@ def test_colour_is_left_out_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPat
 def test_colour_marks_the_level_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     result = CliRunner().invoke(app, ["--facts", str(FACTS / "old-driver.json")], color=True)
-    assert "\x1b[31mfailure   \x1b[0mno driver serves all cards" in result.stdout
+    assert "\x1b[31mfailure   \x1b[0mdriver 470.256.02 is too old" in result.stdout
 
 
 def test_this_machine_is_diagnosed_without_torch_and_talk_goes_to_stderr(tmp_path: Path) -> None:
-    # An empty torch module in front of the real one: importing it works, using it does not.
+    # A torch in front of the real one that fails like a build without its libraries.
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OUTRIDER_HOME": str(tmp_path)}
+    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search, "OUTRIDER_HOME": str(tmp_path)}
     program = "import typer; from outrider.cli.diagnose import diagnose; typer.run(diagnose)"
     ended = subprocess.run(
         [sys.executable, "-c", program, "--json", "--quick"],

@@ -139,6 +139,13 @@ def test_a_graph_is_a_module_with_its_own_code() -> None:
     assert "stem = self.stem(x)" in graph.code
 
 
+def test_functions_of_torch_are_called_without_a_module() -> None:
+    graph = Flow(torch.relu).fork(torch.tanh).tag("side").merge(torch.mul).using("side").build()
+    assert "torch.relu(x)" in graph.code
+    assert not list(graph.children())
+    assert torch.equal(graph(X), torch.relu(X) * torch.tanh(torch.relu(X)))
+
+
 def test_gradients_reach_every_parameter() -> None:
     graph = Flow(linear()).also(linear()).split(linear(), linear()).merge("mean").build()
     graph(X).sum().backward()

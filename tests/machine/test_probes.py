@@ -56,6 +56,13 @@ def test_a_crash_is_an_outcome(tmp_path: Path) -> None:
     assert (reduction.outcome, reduction.detail) == ("error", "boom")
 
 
+def test_a_crash_is_told_also_where_it_makes_the_other_rank_wait(tmp_path: Path) -> None:
+    body = """[ "$2" = 1 ] && echo "Duplicate GPU detected" >&2 && exit 1
+sleep 60"""
+    reduction = all_reduce(stand_in(tmp_path, body), "nccl", ("cuda:0", "cuda:1"), timeout_s=0.5)
+    assert (reduction.outcome, reduction.detail) == ("error", "Duplicate GPU detected")
+
+
 def test_a_pair_that_fails_is_tried_again_without_peer_access(tmp_path: Path) -> None:
     body = """[ "$4" = nccl ] && [ -z "$NCCL_P2P_DISABLE" ] && echo bad >&2 && exit 1
 echo '{"outcome": "ok", "detail": null}'"""

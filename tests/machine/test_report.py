@@ -53,7 +53,7 @@ def test_the_gain_is_shown_policy_by_policy() -> None:
 
 def test_colour_goes_to_the_level_words_only() -> None:
     painted = render(judged("old-driver"), paint=lambda word: f"<{word}>")
-    assert "  <failure   >no driver serves all cards\n" in painted
+    assert "  <failure   >driver 470.256.02 is too old\n" in painted
 
 
 @pytest.mark.parametrize(

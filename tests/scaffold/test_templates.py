@@ -13,13 +13,14 @@ import pytest
 import outrider
 from outrider.scaffold.project import create_project
 
-NEEDS = {"train": "train", "loop": "Session", "flow": "Flow"}
+NEEDS = {"train": "train", "loop": "Session", "flow": "setup"}
 LIMIT_S = 300
 
 
 def run(project: Path, *arguments: str) -> str:
     """The output of this Python in the project, with the installed copy of it in front."""
-    environment = {**os.environ, "PYTHONPATH": str(project / "installed"), "PYTHONWARNINGS": "ignore"}
+    search = os.pathsep.join([str(project / "installed"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search, "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run(
         [sys.executable, *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )

@@ -25,13 +25,15 @@ from outrider.runtime import checkpoint
 from outrider.runtime import config as configs
 from outrider.runtime.entry import run_rank
 from outrider.runtime.environment import Environment, adopted, local_devices
-from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
+from outrider.runtime.folder import SCHEMA_VERSION, RunFolder, new_folder
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, Message, adopted_link, describe_error, rebuild_error
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.rank import RunSetting, check_num_samples, train_rank
 from outrider.runtime.record import close_record
 from outrider.runtime.world import World, choose_backend
+
+_RUNS = "runs"
 
 
 def train(
@@ -64,11 +66,10 @@ def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
     choice = choose_backend(order.config.backend, resolved.devices)
     _refuse_slices(resolved.devices)
     _check(order, world_size=len(resolved.devices))
-    folder = RunFolder(order.config.run_dir or _default_run_dir(order))
     devices = tuple(str(spec) for spec in resolved.devices)
     reasons = {"devices": resolved.reason, "backend": choice.reason}
-    setting = RunSetting(folder=folder.path, origin_s=time.time(), backend=choice.backend, devices=devices)
-    with _gone_if_not_started(folder):
+    with _folder_of(order) as folder:
+        setting = RunSetting(folder=folder.path, origin_s=time.time(), backend=choice.backend, devices=devices)
         _open_folder(folder, order, _config_json(order, devices=devices, backend=choice.backend, reasons=reasons))
         ranks = launch(
             run_rank,
@@ -94,11 +95,13 @@ def _check(order: Order, *, world_size: int) -> None:
 
 
 @contextmanager
-def _gone_if_not_started(folder: RunFolder) -> Iterator[None]:
-    """A run that cannot be started leaves no folder behind that was not there before."""
-    was_there = folder.path.exists()
+def _folder_of(order: Order) -> Iterator[RunFolder]:
+    """The run's folder; a run that cannot be started leaves none behind that was not there before."""
+    wanted = order.config.run_dir
+    was_there = wanted is not None and wanted.exists()
+    folder = RunFolder(wanted or _new_run_dir(order))
     try:
-        yield
+        yield folder
     except BaseException:
         if not was_there:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -128,7 +131,8 @@ def _adopt(order: Order, environment: Environment) -> Run:
     specs = local_devices(environment, order.config.devices, cuda_devices=cuda_devices())
     _check(order, world_size=environment.world_size)
     link = adopted_link(environment, devices=specs, num_threads=order.config.threads_per_rank)
-    folder = RunFolder(order.config.run_dir or _default_run_dir(order))
+    # Without a wish of the user's, rank 0 finds a name once the ranks have met.
+    folder = RunFolder(order.config.run_dir or Path.cwd() / _RUNS)
     return AdoptedRun(_train_here(order, link, folder), link, folder)
 
 
@@ -136,7 +140,8 @@ def _train_here(order: Order, link: Link, folder: RunFolder) -> Generator[EpochM
     with World.join(link, timeout_s=order.config.timeout_s) as world:
         choice = choose_backend(order.config.backend, world.specs)
         devices = tuple(str(spec) for spec in world.specs)
-        shared = world.exchange_json({"folder": str(folder.path), "origin_s": time.time()})[0]
+        wanted = order.config.run_dir or (_new_run_dir(order) if world.rank == 0 else "")
+        shared = world.exchange_json({"folder": str(wanted), "origin_s": time.time()}, name="run folders")[0]
         folder.path = Path(shared["folder"])
         if world.rank == 0:
             reasons = {"devices": "of the ranks that were there", "backend": choice.reason}
@@ -188,14 +193,9 @@ def _name_of(thing: object) -> str | None:
     return getattr(thing, "__qualname__", type(thing).__qualname__)
 
 
-def _default_run_dir(order: Order) -> Path:
+def _new_run_dir(order: Order) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = Path.cwd() / "runs" / f"{stamp}-{order.recipe.policy}"
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{stamp}-{order.recipe.policy}-{number}")
-    return path
+    return new_folder(Path.cwd() / _RUNS, f"{stamp}-{order.recipe.policy}")
 
 
 def _refuse_slices(devices: tuple[Any, ...]) -> None:

@@ -22,6 +22,8 @@ from outrider.errors import DataError
 
 # Numbers of each row in front of the caller's facts: samples, ‖displacement‖², ‖parameters‖².
 NUM_OWN = 3
+# What is kept, at each average, of the samples that tell the ranks' shares.
+RECENT = 0.9
 
 
 class Exchange:
@@ -53,6 +55,7 @@ class Exchange:
         self._optimizer: OptimizerArena | None = None
         self._tail = Tail(rank=rank, world_size=world_size, num_values=NUM_OWN + num_facts)
         self._counters = Counters(arena, device=self.device)
+        self._recent_samples = torch.zeros(world_size, dtype=torch.float64, device=self.device)
         self._allocate()
         self.reset_ref()
 
@@ -183,6 +186,7 @@ class Exchange:
                 for part in self.parts
                 if part.velocity is not None
             },
+            "recent_samples": self._recent_samples.to("cpu", copy=True),
         }
 
     @torch.no_grad()
@@ -200,6 +204,8 @@ class Exchange:
             # A run resumed with another outer optimizer starts it at rest.
             if part.velocity is not None and dtype in state["velocity"]:
                 part.velocity.copy_(state["velocity"][dtype])
+        if state["recent_samples"].numel() == self.world_size:
+            self._recent_samples.copy_(state["recent_samples"])
 
     def _allocate(self) -> None:
         plans = plan_wires(self.arena, self._optimizer)
@@ -229,11 +235,22 @@ class Exchange:
             norm.add_(squares[1])
 
     def _apply_sum(self) -> None:
-        total = self._tail.total_samples(self.parts[0].slots)
+        samples = self._tail.samples(self.parts[0].slots)
+        total = samples.sum()
         is_moving = (total > 0).double()
+        # Over the last windows, so that a short last one, or a rank that ran dry, does not change the momentum.
+        self._recent_samples.mul_(RECENT).add_(samples)
+        share = self._recent_samples / self._recent_samples.sum().clamp(min=1e-9)
+        concentration = share.square().sum()
         parts = torch.split(self._report[self._tail.num_slots :], NUM_PARTS)
         for part, own in zip(self.parts, parts, strict=True):
-            part.apply(total=total.clamp(min=1.0), is_moving=is_moving, outer=self._outer, parts=own)
+            part.apply(
+                total=total.clamp(min=1.0),
+                is_moving=is_moving,
+                concentration=concentration,
+                outer=self._outer,
+                parts=own,
+            )
 
 
 def same_device(wanted: torch.device | str, arena_device: torch.device) -> torch.device:

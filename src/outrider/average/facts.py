@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -61,7 +60,11 @@ class Tail:
 
     def total_samples(self, slots: Tensor) -> Tensor:
         """The sum over ranks as a float64 scalar on the buffer's device; exact in any order of summation."""
-        return slots.view(self.world_size, self.num_values, 2)[:, 0].sum(dtype=torch.float64)
+        return self.samples(slots).sum()
+
+    def samples(self, slots: Tensor) -> Tensor:
+        """Of each rank, float64, on the buffer's device."""
+        return slots.view(self.world_size, self.num_values, 2)[:, 0].double().sum(dim=1)
 
     def decode(self, slots: Tensor) -> list[list[float]]:
         """The values of each rank; `slots` is on the host."""

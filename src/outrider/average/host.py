@@ -77,7 +77,7 @@ class HostAverager:
         self._checks.is_corrected(self.exchange)
         return settled
 
-    def close(self, *, timeout_s: float = 30.0) -> None:
+    def close(self, *, timeout_s: float = 2.0) -> None:
         """End the thread; an average that was begun and never taken in is dropped."""
         self._worker.close(timeout_s=timeout_s)
         self._pending = None

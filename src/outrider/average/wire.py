@@ -215,13 +215,19 @@ class Wire:
         else:
             self._packed.zero_()
 
-    def apply(self, *, total: Tensor, is_moving: Tensor, outer: Outer, parts: Tensor) -> None:
+    def apply(self, *, total: Tensor, is_moving: Tensor, concentration: Tensor, outer: Outer, parts: Tensor) -> None:
         """From the sum to the new common point; `parts` receives the parts of ‖mean_delta‖²."""
         # Times the reciprocal: a division costs three times as much.
         delta = self._packed.mul_(total.reciprocal())
         self._merge_variances(delta)
         self._fold_squares(delta[self.parameters], parts)
-        outer.step(self.ref[self.parameters], delta[self.parameters], self.velocity, is_moving=is_moving)
+        outer.step(
+            self.ref[self.parameters],
+            delta[self.parameters],
+            self.velocity,
+            is_moving=is_moving,
+            concentration=concentration,
+        )
         self.ref[self.plan.num_parameters :].add_(delta[self.plan.num_parameters : self.plan.num_body])
         for section in self.plan.nonnegative:
             section.of(self.ref).clamp_(min=0.0)

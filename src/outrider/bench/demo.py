@@ -103,8 +103,9 @@ def _check_unused(output: Path, names: Sequence[str]) -> None:
 
 def conditions(task: Task) -> str:
     """What is trained, in lines of 80 columns."""
+    epochs = f"{task.epochs} epoch{'' if task.epochs == 1 else 's'}"
     return (
-        f"{task.name} on {task.data_name}: {task.epochs} epochs of {len(task.dataset):,} samples,\n"
+        f"{task.name} on {task.data_name}: {epochs} of {len(task.dataset):,} samples,\n"
         f"batch {task.batch_size} per rank (balanced: {task.batch_size} in all), the same seed and order in every mode"
     )
 
@@ -152,12 +153,12 @@ def _row(mode: str, summary: Summary) -> list[str]:
 
 def _reading(demo: Demo) -> list[str]:
     solos = " + ".join(f"solo-{rank}" for rank in range(len(demo.devices)))
-    warm_up = "the first epoch is warm-up and not counted" if demo.task.epochs > 1 else "one epoch, warm-up included"
+    warm_up = "without the first epoch, the warm-up" if demo.task.epochs > 1 else "warm-up included"
     return [
-        f"ideal: {number(demo.ideal, ',.0f')} samples/s ({solos}); efficiency is against it,",
-        f"speed-up against {SOLO}. Speeds are of training time; {warm_up}.",
-        f"to {number(demo.task.target, '.0%')}: training time until the evaluation first reached it, to the epoch.",
-        f"data: {demo.task.data_name}, {rank_words(demo.devices)}.",
+        f"ideal: {number(demo.ideal, ',.0f')} samples/s ({solos}); efficiency is measured against it,",
+        f"speed-up against {SOLO}; samples/s are of training time, {warm_up}",
+        f"to {number(demo.task.target, '.0%')}: training time until an epoch's evaluation first reached it",
+        f"data: {demo.task.data_name}; {rank_words(demo.devices)}",
         f"runs: {demo.output}/<mode>",
     ]
 

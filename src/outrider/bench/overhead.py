@@ -117,11 +117,11 @@ def document(plan: Plan, measured: Sequence[Measured]) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "devices": [str(spec) for spec in plan.devices],
-        "threads_per_rank": threads_per_rank(plan.devices, num_cores()),
         "rounds": plan.rounds,
         "epochs": plan.epochs,
         "warm_up_epochs": 1,
-        "environment": environment(),
+        # This process has threads of its own; what counts is what each rank had.
+        "environment": environment() | {"threads_per_rank": threads_per_rank(plan.devices, num_cores())},
         "commit": commit(),
         "models": {one.model: {mode: _mode_document(one, mode) for mode in one.speeds} for one in measured},
     }
@@ -164,7 +164,7 @@ def overhead(
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"throughput as a ratio to {INDEPENDENT} of the same round, devices {devices}, {plan.rounds} rounds")
+    print(f"throughput as a ratio to {INDEPENDENT} of the same round; rounds: {plan.rounds}; devices: {devices}")
     print(render(measured))
     print(f"runs: {plan.output}")
     print(json.dumps(document(plan, measured)))

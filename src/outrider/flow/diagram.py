@@ -131,8 +131,12 @@ def _what(node: Node, module: Any) -> str:
     elif node.kind in ("gate", "switch", "map"):
         text = f"{node.kind}: {node.note}"
     else:
-        text = class_of(module)
+        text = short_name(node.function) or class_of(module)
     return ", ".join(_lines(text, _count(module)))
+
+
+def short_name(function: str) -> str:
+    return function.rpartition(".")[2]
 
 
 def class_of(module: Any) -> str:
@@ -143,7 +147,9 @@ def class_of(module: Any) -> str:
 
 
 def _join_word(node: Node, module: Any) -> str:
-    return class_of(module) if node.operation == "call" else node.operation
+    if node.operation != "call":
+        return node.operation
+    return short_name(node.function) or class_of(module)
 
 
 def _lines(*texts: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from outrider.flow.functions import function_at
 from outrider.flow.plan import STATE_MARK, Node, Plan
 
 NODE_KEY = "flow_node"
@@ -77,6 +78,9 @@ def emit(plan: Plan) -> fx.Graph:
 
 
 def _emit_node(emission: Emission, node: Node) -> list[fx.Node]:
+    if node.function:
+        arguments = tuple(emission.value(name) for name in (*node.takes, *node.uses))
+        return [emission.mark(node, emission.graph.call_function(function_at(node.function), arguments))]
     if node.kind == "also":
         return [_emit_also(emission, node)]
     if node.kind == "merge" and node.operation != "call":

@@ -27,6 +27,8 @@ class Node:
     operation: str = ""
     """What a merge does: add, mean, cat or call."""
     dim: int = 1
+    function: str = ""
+    """The full name of a function of torch that takes the place of a module."""
     is_shared: bool = False
     """One module for every stream, as in a map over the streams of a split."""
     has_skip: bool = False

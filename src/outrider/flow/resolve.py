@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from outrider.errors import nearest
+from outrider.flow import functions
 from outrider.flow.blocks import Call
 from outrider.flow.draft import Draft, Point, Script
 from outrider.flow.graph import Graph
@@ -126,6 +127,9 @@ def _resolve_node(known: Resolution, index: int) -> Node:
     if draft.kind == "merge" and len(takes) + len(draft.uses) < 2:
         known.report(name, "a merge needs at least 2 streams, got 1", "split first, or add tags with using(...)")
     _build_module(known, index)
+    function = functions.name_of(draft.parts.get(""))
+    if function:
+        known.modules.pop(name, None)
     return Node(
         name=name,
         kind=draft.kind,
@@ -134,6 +138,7 @@ def _resolve_node(known: Resolution, index: int) -> Node:
         makes=known.makes(index),
         operation=draft.operation,
         dim=draft.dim,
+        function=function,
         is_shared=draft.is_shared,
         has_skip="skip" in draft.parts,
         note=draft.note,

@@ -48,7 +48,7 @@ def difference(in_file: Sequence[str], in_graph: Sequence[str], *, limit: int = 
 
 
 def _node_line(node: Node) -> str:
-    note = f" {node.note}" if node.note else ""
+    note = "".join(f" {text}" for text in (node.note, node.function) if text)
     dim = f" dim={node.dim}" if node.operation == "cat" else ""
     return f"{node.name}: {node.kind}{note}{dim} of {', '.join((*node.takes, *node.uses))}"
 

@@ -80,8 +80,7 @@ def _part_rows(root: Wired, module: nn.Module, path: str, indent: str, depth: in
     for index, (name, child) in enumerate(children):
         branch, below = ("└─ ", "   ") if index == len(children) - 1 else ("├─ ", "│  ")
         at = f"{path}.{name}"
-        kind = "Flow" if isinstance(child, Wired) else type(child).__name__
-        yield Row(name=indent + branch + name, what=kind, shape=_shape(root, at), count=_count(child))
+        yield Row(name=indent + branch + name, what=_class(child), shape=_shape(root, at), count=_count(child))
         if depth > 1:
             yield from _part_rows(root, child, at, indent + below, depth - 1)
 
@@ -89,12 +88,16 @@ def _part_rows(root: Wired, module: nn.Module, path: str, indent: str, depth: in
 def _what(node: Node, module: nn.Module | None) -> str:
     """The class of a plain module; else the kind of node, its note, and tags it is fed."""
     if node.kind in ("through", "fork"):
-        text = "Flow" if isinstance(module, Wired) else type(module).__name__
+        text = node.function.rpartition(".")[2] or _class(module)
         text = f"{text} (fork)" if node.kind == "fork" else text
     else:
-        text = f"{node.kind} {node.note}".strip()
+        text = f"{node.kind} {node.note or node.function.rpartition('.')[2]}".strip()
     fed = ", ".join(f"{use[1:]} before" if use.startswith(STATE_MARK) else use for use in node.uses)
     return f"{text} ← {fed}" if fed else text
+
+
+def _class(module: nn.Module | None) -> str:
+    return "Flow" if isinstance(module, Wired) else type(module).__name__
 
 
 def _shape(root: Wired, value: str) -> str:

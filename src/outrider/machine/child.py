@@ -93,9 +93,14 @@ def finish(child: subprocess.Popen[str], *, timeout_s: float) -> Ended:
 
 def end(child: subprocess.Popen[str]) -> None:
     """Kill the process group of a child and reap it; a child that has ended already is fine."""
+    kill(child)
+    child.communicate()
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    """Kill the process group of a child that somebody else waits for."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
 
 
 def script(name: str) -> Path:

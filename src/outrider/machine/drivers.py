@@ -16,8 +16,9 @@ from outrider.machine.wheels import Table, version_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why no driver can serve these cards, and the ways out."""
+    """What stands in the way of these cards, why, and the ways out."""
 
+    what: str
     reasons: tuple[str, ...]
     ways_out: tuple[str, ...]
 
@@ -27,7 +28,8 @@ def driver_refusal(facts: Facts, cards: Sequence[Gpu], table: Table) -> Refusal 
     driver = facts.driver("nvidia")
     if driver is None:
         return Refusal(
-            reasons=("no NVIDIA driver is loaded",),
+            what="no NVIDIA driver is loaded",
+            reasons=("the cards need one",),
             ways_out=("install the NVIDIA driver and run this again", "train on the CPU: --way cpu"),
         )
     if facts.host.system != "Linux" or facts.host.is_wsl or driver.flavour == "wsl":
@@ -41,6 +43,7 @@ def _module_conflict(cards: Sequence[Gpu], table: Table) -> Refusal | None:
         return None
     branch = table.modules.last_branch_below_open
     return Refusal(
+        what="no driver serves all cards",
         reasons=(
             f"{_names(new)} needs the open kernel module (R{table.modules.open_only_driver} or newer)",
             f"{_names(old)} needs the proprietary kernel module (R{branch} is its last branch)",
@@ -59,11 +62,13 @@ def _wrong_module(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal
     old, new = _below_open(cards, table), _open_only(cards, table)
     if old and driver.flavour == "open":
         return Refusal(
+            what="the wrong kernel module is loaded",
             reasons=(f"the open kernel module is loaded and does not serve {_names(old)}",),
             ways_out=(f"install the proprietary module of R{table.modules.last_branch_below_open}",),
         )
     if new and driver.flavour == "proprietary":
         return Refusal(
+            what="the wrong kernel module is loaded",
             reasons=(f"the proprietary kernel module is loaded and does not serve {_names(new)}",),
             ways_out=(f"install the open module, R{table.modules.open_only_driver} or newer",),
         )
@@ -77,9 +82,8 @@ def _too_old(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal | No
     if version_of(driver.version) >= version_of(needed):
         return None
     return Refusal(
-        reasons=(
-            f"driver {driver.version} is too old: torch {table.minimum} or newer needs {needed} for {_names(cards)}",
-        ),
+        what=f"driver {driver.version} is too old",
+        reasons=(f"torch {table.minimum} or newer needs driver {needed} for {_names(cards)}, found {driver.version}",),
         ways_out=(f"update the NVIDIA driver to {needed} or newer", "train on the CPU: --way cpu"),
     )
 

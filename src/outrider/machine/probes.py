@@ -9,7 +9,9 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from outrider.machine import child
@@ -19,6 +21,7 @@ from outrider.machine.facts import Facts, Gpu, Outcome, Reduction, Speed, TorchB
 REDUCE_S = 60.0
 SPEED_S = 2.0
 SPEED_LIMIT_S = 60.0
+_SEVERITY: tuple[Outcome, ...] = ("wrong", "error", "hang", "ok")
 
 
 def with_probes(facts: Facts) -> Facts:
@@ -67,7 +70,8 @@ def all_reduce(
     settings = dict(environment or {})
     with tempfile.TemporaryDirectory(prefix="outrider-reduce-") as folder:
         ends = _run_ranks(build, backend, devices, store=Path(folder) / "store", settings=settings, timeout_s=timeout_s)
-    outcome, detail = next(filter(_is_bad, map(_judge, ends)), ("ok", None))
+    # A rank that failed makes its peer wait, so a hang is the last explanation.
+    outcome, detail = min(map(_judge, ends), key=lambda judged: _SEVERITY.index(judged[0]))
     return Reduction(backend=backend, devices=devices, outcome=outcome, detail=detail, environment=settings)
 
 
@@ -76,10 +80,6 @@ def _judge(ended: child.Ended) -> tuple[Outcome, str | None]:
     if found is not None:
         return found["outcome"], found["detail"]
     return ("hang" if ended.code is None else "error"), ended.reason or ended.last_line
-
-
-def _is_bad(judged: tuple[Outcome, str | None]) -> bool:
-    return judged[0] != "ok"
 
 
 def measure_speed(build: TorchBuild, device: str, *, seconds: float = SPEED_S) -> Speed:
@@ -103,12 +103,12 @@ def _run_ranks(
 ) -> list[child.Ended]:
     program = str(child.script("all_reduce.py"))
     ranks: list[subprocess.Popen[str]] = []
-    try:
-        for rank, device in enumerate(devices):
-            command = (build.interpreter, program, str(rank), device, backend, str(store))
-            ranks.append(child.start(command, environment=settings))
-        return [child.finish(rank, timeout_s=timeout_s) for rank in ranks]
-    finally:
-        for started in ranks:
-            if started.poll() is None:
-                child.end(started)
+    with ThreadPoolExecutor(len(devices)) as pool:
+        try:
+            for rank, device in enumerate(devices):
+                command = (build.interpreter, program, str(rank), device, backend, str(store))
+                ranks.append(child.start(command, environment=settings))
+            return list(pool.map(partial(child.finish, timeout_s=timeout_s), ranks))
+        finally:
+            for started in ranks:
+                child.kill(started)

@@ -155,7 +155,7 @@ def _refusal(question: _Question) -> Resolution | None:
         )
     refused = driver_refusal(facts, question.cards, table)
     if refused:
-        return Resolution(way="none", reasons=refused.reasons, ways_out=refused.ways_out)
+        return Resolution(way="none", reasons=(refused.what, *refused.reasons), ways_out=refused.ways_out)
     if facts.host.platform != table.platform:
         return Resolution(
             way="none",

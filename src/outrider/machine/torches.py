@@ -24,12 +24,14 @@ def candidate_interpreters(folder: Path, variants: dict[str, Path]) -> dict[str,
     candidates += [(variable, _python_in(os.environ.get(variable))) for variable in ("VIRTUAL_ENV", "CONDA_PREFIX")]
     candidates.append((".venv", _python_in(str(folder / ".venv"))))
     candidates.append(("PATH", _on_path("python3")))
-    found: dict[str, str] = {}
+    # By folder and not resolved: python and python3 of one environment are one, while the environments of one Python
+    # all link to the same file.
+    found: dict[str, tuple[str, str]] = {}
     for origin, path in candidates:
         if path is not None and path.exists():
-            # Not resolved: all virtual environments of one Python link to the same file.
-            found.setdefault(os.path.abspath(path), origin)
-    return found
+            absolute = os.path.abspath(path)
+            found.setdefault(os.path.dirname(absolute), (absolute, origin))
+    return dict(found.values())
 
 
 def ask_torch(interpreter: str, *, origin: str, timeout_s: float = ASK_S) -> TorchBuild | None:

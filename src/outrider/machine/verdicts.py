@@ -73,9 +73,8 @@ def _judge_nvidia_driver(facts: Facts, table: Table) -> Iterator[Verdict]:
         return
     refusal = driver_refusal(facts, cards, table)
     if refusal:
-        what = "no driver serves all cards" if facts.driver("nvidia") else "no NVIDIA driver is loaded"
-        why = "; ".join(refusal.reasons)
-        yield Verdict(check="driver", level="failure", what=what, why=why, hint="; ".join(refusal.ways_out))
+        why, hint = "; ".join(refusal.reasons), "; ".join(refusal.ways_out)
+        yield Verdict(check="driver", level="failure", what=refusal.what, why=why, hint=hint)
         return
     driver = facts.driver("nvidia")
     assert driver is not None

@@ -5,6 +5,7 @@ Decides which averager serves which backend, and that a world of one averages no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from outrider.average.facts import Settled
 from outrider.average.gradients import GradientExchange
 from outrider.average.host import HostAverager
 from outrider.average.optimizer_state import OptimizerArena
+from outrider.errors import ConfigError, WaitError
 from outrider.replica.replica import Replica
 from outrider.runtime.window import BATCHES, NUM_FACTS
 from outrider.runtime.world import World
@@ -87,6 +89,7 @@ class GroupAverages:
     """Averages with the other ranks; collectives run in the same order on all of them."""
 
     def __init__(self, replica: Replica, world: World, *, backend: str, verify: bool) -> None:
+        _check_layouts(replica, world)
         self._replica = replica
         device = replica.device if backend == "nccl" else torch.device("cpu")
         self._collective = GroupCollective(world.group_for(backend))
@@ -157,7 +160,21 @@ class GroupAverages:
             self._exchange.load_state_dict(state)
 
     def close(self) -> None:
-        self._averager.close()
+        # Only a rank that lost its peers can be stuck here, in a collective that ends with the process.
+        with contextlib.suppress(WaitError):
+            self._averager.close()
+
+
+def _check_layouts(replica: Replica, world: World) -> None:
+    """Flat arenas are summed element by element: another layout would mix up parameters without a sign."""
+    layouts = world.exchange_json(replica.arena.fingerprint, name="layouts")
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            raise ConfigError(
+                f"rank {rank} made a model of another layout than rank 0 ({layout:012x}, {layouts[0]:012x})",
+                hint="make the same model on every rank: same modules, dtypes and memory formats",
+                rank=rank,
+            )
 
 
 def _wait_for(device: torch.device) -> None:

@@ -6,6 +6,7 @@ Decides names and formats; a full disk or a folder that cannot be written is an 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -86,6 +87,21 @@ def load_into(model: nn.Module, path: Path) -> None:
         ) from error
 
 
+def new_folder(parent: Path, name: str) -> Path:
+    """A folder that was not there before, also where several programs ask at once: `name`, `name-2` and so on."""
+    make_folder(parent)
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _cannot_write(path, error.errno or 0) from error
+        return path
+    raise AssertionError("there is always another number")
+
+
 def make_folder(path: Path) -> None:
     _guarded(path, lambda: path.mkdir(parents=True, exist_ok=True))
 
@@ -116,8 +132,12 @@ def _guarded(path: Path, write: Callable[[], object]) -> None:
         number = _errno_of(error)
         if number is None:
             raise
-        hint = _HINTS.get(number, "pass run_dir=another_folder")
-        raise DataError(f"cannot write {path}: {os.strerror(number).lower()}", hint=hint) from error
+        raise _cannot_write(path, number) from error
+
+
+def _cannot_write(path: Path, number: int) -> DataError:
+    hint = _HINTS.get(number, "pass run_dir=another_folder")
+    return DataError(f"cannot write {path}: {os.strerror(number).lower()}", hint=hint)
 
 
 def _errno_of(error: BaseException | None) -> int | None:

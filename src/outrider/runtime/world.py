@@ -20,6 +20,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+
+# Its functions keep the group that exists at import as a default. torch imports it behind the first optimizer,
+# and the store's port would then stay open: so it is imported before there is a group.
+import torch.distributed.nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from outrider.errors import ConfigError, DeviceError, PeerLostError, WaitError, nearest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class DdpRank:
         self.setting = setting
         self.options = options
         self.folder = RunFolder(setting.folder)
+        self.started_at = datetime.fromtimestamp(setting.origin_s).astimezone().isoformat(timespec="seconds")
         self.commit = commit() if world.rank == 0 else None
         self.history: list[EpochMetrics] = []
         self.replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
@@ -115,7 +117,7 @@ class DdpRank:
         self.throttle = Throttle(world.spec.speed)
         self.is_stopped = False
         self.samples = 0
-        self.blocked_s = 0.0
+        self.blocked_s: list[float] = []
         self._first_epoch_s = 0.0
         self._last_progress_s = 0.0
 
@@ -138,7 +140,7 @@ class DdpRank:
     def run_epoch(self, epoch: int) -> EpochMetrics:
         order = self._order(epoch)
         self.feed.start_epoch(order, epoch)
-        self.samples, self.blocked_s = 0, 0.0
+        self.samples, self.blocked_s = 0, []
         self.world.barrier(f"the start of epoch {epoch}")
         started_s = time.perf_counter()
         self._first_epoch_s = self._first_epoch_s or started_s
@@ -169,7 +171,7 @@ class DdpRank:
             self.replica.update(at=epoch * self.feed.num_samples + batch.start * self.world.size)
             self.replica.tally.add(loss, batch.count, self.replica.steps)
             # A rank that waits for others uses no CPU time: what is missing from the wall time was waiting.
-            self.blocked_s += (time.perf_counter() - wall_s) - (time.thread_time() - cpu_s)
+            self.blocked_s.append((time.perf_counter() - wall_s) - (time.thread_time() - cpu_s))
         self.samples += batch.count
         self._tell_progress(epoch)
 
@@ -229,18 +231,20 @@ class DdpRank:
             eval_samples=evaluated.samples,
             samples=self.samples,
             logged=self.replica.logbook.drain(),
-            averages=-(-self.samples // self.recipe.batch_size),
+            averages=len(self.blocked_s),
             average_cost_s=cost_s,
-            wait_s=self.blocked_s - cost_s,
+            wait_s=sum(self.blocked_s) - cost_s,
             seconds=seconds,
             eval_s=eval_s,
             wants_stop=self.link.stop_requested.is_set(),
         )
 
     def _average_cost_s(self) -> float:
-        """The rank that was blocked least waited for nobody; on a GPU the host's clocks cannot tell."""
+        """In each step the rank blocked least waited for nobody; on a GPU the host's clocks cannot tell."""
+        if self.world.device.type != "cpu":
+            return float("nan")
         blocked_s = self.world.exchange_json(self.blocked_s, name="blocked times")
-        return float(min(blocked_s)) if self.world.device.type == "cpu" else float("nan")
+        return float(sum(min(step) for step in zip(*blocked_s, strict=True)))
 
     def _write_record(self, *, status: str) -> None:
         epochs = [as_json(metrics) for metrics in self.history]
@@ -249,6 +253,7 @@ class DdpRank:
             {
                 "schema_version": SCHEMA_VERSION,
                 "status": status,
+                "started_at": self.started_at,
                 "policy": POLICY,
                 "backend": self.setting.backend,
                 "devices": self.setting.devices,

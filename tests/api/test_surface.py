@@ -1,0 +1,103 @@
+"""The public surface: what `outrider` exports, and that options, builder and `train()` speak of the same things."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import outrider
+from outrider.api.builder import DdpBuilder
+from outrider.api.options import Options
+from outrider.replica.recipe import Recipe
+from outrider.runtime.config import RunConfig
+
+SURFACE = [
+    "ConfigError",
+    "DataError",
+    "Ddp",
+    "DeviceError",
+    "EpochContext",
+    "EpochMetrics",
+    "Outer",
+    "OutriderError",
+    "PeerLostError",
+    "Run",
+    "StepError",
+    "Trained",
+    "VerifyError",
+    "WaitError",
+    "__version__",
+    "log",
+    "train",
+]
+REQUIRED = {"model", "optimizer", "step", "dataset"}
+# Not options: the data set is required, num_epochs is another word for epochs, run() starts.
+OTHER_METHODS = {"dataset", "num_epochs", "run"}
+
+
+def methods() -> set[str]:
+    return {name for name in vars(DdpBuilder) if not name.startswith("_")}
+
+
+def test_the_surface_is_what_it_was() -> None:
+    assert sorted(outrider.__all__) == sorted(SURFACE)
+
+
+def test_dir_shows_the_surface_and_nothing_else() -> None:
+    assert dir(outrider) == sorted(outrider.__all__)
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_every_exported_name_is_there(name: str) -> None:
+    assert getattr(outrider, name) is not None
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'outrider' has no attribute 'trian'$"):
+        _ = outrider.trian  # type: ignore[attr-defined]
+
+
+def test_importing_outrider_does_not_import_torch() -> None:
+    code = "import sys, outrider; dir(outrider); print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == "False\n"
+
+
+def test_every_error_is_an_outrider_error() -> None:
+    exported = [getattr(outrider, name) for name in SURFACE if name.endswith("Error")]
+    assert all(issubclass(error, outrider.OutriderError) for error in exported)
+
+
+def test_every_option_has_a_builder_method_of_its_name_and_the_other_way_round() -> None:
+    assert methods() - OTHER_METHODS == set(Options.__annotations__)
+
+
+def test_every_option_is_a_field_of_the_recipe_or_of_the_run() -> None:
+    known = {field.name for kind in (Recipe, RunConfig) for field in fields(kind)}
+    assert known - REQUIRED == set(Options.__annotations__)
+
+
+def test_every_builder_method_is_described() -> None:
+    assert [name for name in sorted(methods()) if not inspect.getdoc(getattr(DdpBuilder, name))] == []
+
+
+@pytest.mark.parametrize("name", sorted(Options.__annotations__))
+def test_a_builder_method_sets_the_option_of_its_name(name: str) -> None:
+    value = object()
+    builder = getattr(outrider.Ddp.builder(_nothing, _nothing, _nothing), name)(value)
+    assert builder._options == {name: value}
+
+
+def test_a_half_built_run_can_be_shared() -> None:
+    base = outrider.Ddp.builder(_nothing, _nothing, _nothing).batch_size(8)
+    base.batch_size(16)
+    assert base._options == {"batch_size": 8}
+
+
+def _nothing(*_: Any) -> Any:
+    return None
