@@ -82,7 +82,7 @@ def test_stop_between_epochs_ends_the_run_there(train_here: Trainer, read_json: 
 def test_stop_within_an_epoch_ends_it_after_the_window(train_here: Trainer) -> None:
     handle: list[outrider.Run] = []
 
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model: nn.Module, batch: Any) -> Any:
         handle[0].stop()
         return (model(batch[0]) - batch[1]).square().mean()
 
@@ -112,13 +112,17 @@ def test_close_after_the_end_changes_nothing(train_here: Trainer, read_json: Rea
 
 def test_what_made_a_run_fail_is_raised_by_every_join(train_here: Trainer) -> None:
     run = train_here(step=lambda model, batch: None)
-    errors = [pytest.raises(outrider.StepError, run.join).value for _ in range(2)]
-    assert errors[0] is errors[1]
+    with pytest.raises(outrider.StepError) as first:
+        run.join()
+    with pytest.raises(outrider.StepError) as second:
+        run.join()
+    assert first.value is second.value
 
 
 def test_a_failed_run_is_recorded_as_failed(train_here: Trainer, read_json: ReadJson) -> None:
     run = train_here(step=lambda model, batch: None)
-    pytest.raises(outrider.StepError, run.join)
+    with pytest.raises(outrider.StepError):
+        run.join()
     record = read_json(run.run_dir / "record.json")
     assert record["status"] == "failed"
     assert record["error"] == {
@@ -173,12 +177,12 @@ def test_the_folder_holds_what_it_should_and_no_temporary_file(train_here: Train
 
 
 def test_the_config_names_options_devices_and_reasons(train_here: Trainer, read_json: ReadJson) -> None:
-    config = read_json(train_here(seed=3, epoch_end=print).join().run_dir / "config.json")
+    config = read_json(train_here(seed=3, outer="nesterov", epoch_end=print).join().run_dir / "config.json")
     assert config["schema_version"] == 1
     assert config["devices"] == ["cpu"]
     assert config["backend"] == "cpu"
     assert config["options"]["seed"] == 3
-    assert config["options"]["outer"]["kind"] == "none"
+    assert config["options"]["outer"]["kind"] == "nesterov"
     assert config["objects"]["model"] == "make_model"
     assert config["objects"]["epoch_end"] == "print"
     assert config["reasons"]["backend"] == "auto: rank 0 is on cpu, and nccl joins CUDA devices only"

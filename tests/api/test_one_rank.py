@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,7 @@ class Watch:
         self.look = look
         self.seen: list[Any] = []
 
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
         self.seen.append(self.look(model, batch))
         return (model(batch[0]) - batch[1]).square().mean()
 
@@ -101,13 +102,13 @@ def test_a_model_that_is_passed_itself_is_trained_from_its_own_parameters_and_le
 def test_shuffle_false_takes_the_samples_in_their_order(train_here: Trainer, problem: Problem) -> None:
     step = Watch(lambda model, batch: batch[2].tolist())
     train_here(step=step, dataset=Numbered(problem["dataset"]), shuffle=False).join()
-    assert sum(step.seen, []) == list(range(96))
+    assert list(itertools.chain(*step.seen)) == list(range(96))
 
 
 def test_every_epoch_has_an_order_of_its_own_with_every_sample_once(train_here: Trainer, problem: Problem) -> None:
     step = Watch(lambda model, batch: batch[2].tolist())
     train_here(step=step, dataset=Numbered(problem["dataset"]), epochs=2).join()
-    first, second = sum(step.seen[:12], []), sum(step.seen[12:], [])
+    first, second = list(itertools.chain(*step.seen[:12])), list(itertools.chain(*step.seen[12:]))
     assert sorted(first) == sorted(second) == list(range(96))
     assert first != second
 
@@ -132,7 +133,7 @@ def test_workers_read_ahead_and_change_nothing(train_here: Trainer, problem: Pro
     assert events(run.run_dir, "ready")[0]["feed"] == "Numbered is read ahead by workers (1)"
 
 
-def first_two(model: nn.Module, batch: Any) -> torch.Tensor:
+def first_two(model: nn.Module, batch: Any) -> Any:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
@@ -193,7 +194,7 @@ def test_the_schedule_advances_with_every_batch(train_here: Trainer) -> None:
 
     rates: list[float] = []
 
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model: nn.Module, batch: Any) -> Any:
         # The rate of the step before: the schedule moves when the optimizer does.
         rates.append(optimizers[0].param_groups[0]["lr"])
         return model(batch[0]).square().mean()
@@ -288,7 +289,7 @@ def stop_before_epoch_2(context: outrider.EpochContext) -> None:
 
 
 def test_logged_scalars_are_weighted_by_samples(train_here: Trainer) -> None:
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model: nn.Module, batch: Any) -> Any:
         outrider.log("size", len(batch[0]))
         return model(batch[0]).square().mean()
 
@@ -298,7 +299,7 @@ def test_logged_scalars_are_weighted_by_samples(train_here: Trainer) -> None:
 
 
 def test_logged_scalars_of_pieces_are_weighted_by_their_samples(train_here: Trainer) -> None:
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model: nn.Module, batch: Any) -> Any:
         outrider.log("size", len(batch[0]))
         return model(batch[0]).square().mean()
 
@@ -307,7 +308,7 @@ def test_logged_scalars_of_pieces_are_weighted_by_their_samples(train_here: Trai
 
 
 def test_a_tensor_can_be_logged(train_here: Trainer) -> None:
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model: nn.Module, batch: Any) -> Any:
         loss = model(batch[0]).square().mean()
         outrider.log("twice", 2 * loss)
         return loss
@@ -317,7 +318,7 @@ def test_a_tensor_can_be_logged(train_here: Trainer) -> None:
 
 
 def test_logged_scalars_start_anew_each_epoch(train_here: Trainer) -> None:
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model: nn.Module, batch: Any) -> Any:
         loss = (model(batch[0]) - batch[1]).square().mean()
         outrider.log("loss", loss)
         return loss

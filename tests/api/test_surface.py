@@ -59,7 +59,7 @@ def test_every_exported_name_is_there(name: str) -> None:
 
 def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'outrider' has no attribute 'trian'$"):
-        _ = outrider.trian  # type: ignore[attr-defined]
+        _ = outrider.trian
 
 
 def test_importing_outrider_does_not_import_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -63,6 +64,14 @@ def test_resnet20_as_a_flow_has_equal_outputs_and_gradients(resnet: dict[str, An
     theirs.square().sum().backward()
     pairs = zip(flow.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_the_guide_shows_the_code_that_runs() -> None:
+    guide = (EXAMPLES.parent / "docs" / "flow.md").read_text(encoding="utf-8")
+    written, shown = re.findall(r"```(?:python)?\n(.*?)```", guide, re.DOTALL)[:2]
+    scope: dict[str, Any] = {}
+    exec(written, scope)
+    assert scope["model"].code == shown
 
 
 def test_the_cost_of_a_flow_is_measured_by_a_script(

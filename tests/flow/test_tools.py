@@ -11,6 +11,7 @@ from collections.abc import Callable
 import cloudpickle
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from outrider.flow import Flow, Graph
@@ -134,8 +135,9 @@ def test_compiled_and_routed_switches_have_equal_gradients() -> None:
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_inductor_compiles_a_graph_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Inductor sets this variable when it loads what it compiled; the patch takes it away again.
+    # Inductor sets this variable when it loads what it compiled, and keeps its pool of threads: both are left out.
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     torch._dynamo.reset()
     graph = Flow(layer()).tag("stem").also(layer()).merge("cat").using("stem").build()
     expected = torch.autograd.grad(graph(X).sum(), list(graph.parameters()))

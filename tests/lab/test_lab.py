@@ -119,7 +119,7 @@ def test_async_keeps_every_local_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaWork, "step", watched)
     # Equal windows, so every displacement has the same weight per sample, and the sum of all steps is what remains.
     run = train(
-        recipe(policy="async", anchor=2, shares=(0.5, 0.5), dataset=data(), epochs=1, batch_size=10),
+        recipe(policy="async", anchor=2, shares=(0.5, 0.5), outer=Outer(), epochs=1, batch_size=10),
         Bench(speeds=(1.0, 1.0), average_cost=1.5),
     )
     torch.manual_seed(5)
@@ -147,7 +147,7 @@ def test_two_unequal_devices_take_a_third_less_time_than_one() -> None:
 
 
 def test_the_outer_step_moves_further_along_the_average() -> None:
-    plain = train(recipe(policy="cadence", anchor=2), Bench(speeds=(1.0, 0.4)))
+    plain = train(recipe(policy="cadence", anchor=2, outer=Outer()), Bench(speeds=(1.0, 0.4)))
     pushed = train(
         recipe(policy="cadence", anchor=2, outer=Outer(kind="nesterov", momentum=0.5)), Bench(speeds=(1.0, 0.4))
     )

@@ -142,7 +142,7 @@ class DdpBuilder:
         """Learning-rate schedule, advanced by samples of the whole world."""
         return self._with("scheduler", factory)
 
-    def lr_scale(self, factor: float) -> DdpBuilder:
+    def lr_scale(self, factor: float | Literal["auto"]) -> DdpBuilder:
         """Multiply the optimizer's learning rate."""
         return self._with("lr_scale", factor)
 
@@ -150,7 +150,7 @@ class DdpBuilder:
         """Average the optimizer's state too."""
         return self._with("average_optimizer", is_on)
 
-    def outer(self, optimizer: Literal["none", "nesterov", "slowmo"] | Outer) -> DdpBuilder:
+    def outer(self, optimizer: Literal["auto", "none", "nesterov", "slowmo"] | Outer) -> DdpBuilder:
         """Step taken on the averaged displacement."""
         return self._with("outer", optimizer)
 

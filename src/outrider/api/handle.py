@@ -138,10 +138,13 @@ class StartedRun(Run):
         self.ranks.stop()
 
     def close(self) -> None:
-        was_running = self.is_running
+        if self.is_running:
+            self._cut_short()
+
+    def _cut_short(self) -> None:
         self.ranks.close()
         atexit.unregister(self._end_at_exit)
-        if was_running and not self._has_recorded_end():
+        if not self._has_recorded_end():
             self._is_closed = True
             close_record(self._folder, status="closed")
 
@@ -178,12 +181,12 @@ class StartedRun(Run):
     def _advance(self, timeout_s: float | None) -> bool:
         try:
             message = self.ranks.next_message(timeout_s)
+            if message is None and (timeout_s is None or not self.ranks.is_running):
+                self._conclude()
         except KeyboardInterrupt:
-            self.close()
+            self._cut_short()
             raise
         if message is None:
-            if timeout_s is None or not self.ranks.is_running:
-                self._conclude()
             return False
         if message.kind == "epoch":
             self.epochs.append(from_json(message.fields))

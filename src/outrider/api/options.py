@@ -17,7 +17,7 @@ from outrider.replica.recipe import EvaluateFunction, Recipe, SchedulerFactory, 
 from outrider.runtime.config import RunConfig
 from outrider.runtime.context import EpochContext
 
-OUTERS = ("none", "nesterov", "slowmo")
+OUTERS = ("auto", "none", "nesterov", "slowmo")
 
 
 class Options(TypedDict, total=False):
@@ -44,9 +44,9 @@ class Options(TypedDict, total=False):
     accumulate: int
     precision: Literal["fp32", "bf16"]
     scheduler: SchedulerFactory | None
-    lr_scale: float
+    lr_scale: float | Literal["auto"]
     average_optimizer: bool
-    outer: Literal["none", "nesterov", "slowmo"] | Outer
+    outer: Literal["auto", "none", "nesterov", "slowmo"] | Outer
     seed: int
     epoch_start: Callable[[EpochContext], None] | None
     epoch_end: Callable[[EpochContext], None] | None
@@ -104,5 +104,5 @@ def _read(name: str, value: Any) -> Any:
         return Path(value).expanduser().absolute()
     if name == "outer" and not isinstance(value, Outer):
         check_choice("outer", value, OUTERS)
-        return Outer(kind=value)
+        return value if value == "auto" else Outer(kind=value)
     return value

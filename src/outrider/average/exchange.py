@@ -143,12 +143,13 @@ class Exchange:
         """Second half: what the ranks told each other; the report must have reached the host."""
         rows = self._tail.decode(self._report_here[: self._tail.num_slots])
         samples, displacements, norms, *_ = ([row[i] for row in rows] for i in range(NUM_OWN))
-        parts = self._report_here[self._tail.num_slots :].tolist()
+        concentration, *parts = self._report_here[self._tail.num_slots :].tolist()
         apart = drift(samples=samples, displacements=displacements, norms=norms, mean_displacement=math.fsum(parts))
         return Settled(
             facts=tuple(tuple(row[NUM_OWN:]) for row in rows),
             total_samples=round(sum(samples)),
             drift=apart if self.world_size > 1 else 0.0,
+            effective_ranks=1 / concentration if concentration > 0 else 1.0,
         )
 
     @torch.no_grad()
@@ -218,7 +219,7 @@ class Exchange:
             for part in self.parts:
                 part.velocity = torch.zeros_like(part.ref[part.parameters])
         is_remote = self.device.type == "cuda"
-        num_report = self._tail.num_slots + NUM_PARTS * len(plans)
+        num_report = self._tail.num_slots + 1 + NUM_PARTS * len(plans)
         self._report = torch.zeros(num_report, dtype=torch.float64, device=self.device)
         self._report_here = torch.zeros(num_report, dtype=torch.float64, pin_memory=True) if is_remote else self._report
         self._row = torch.zeros(self._tail.num_values, 2, dtype=plans[0].dtype, pin_memory=is_remote)
@@ -242,7 +243,8 @@ class Exchange:
         self._recent_samples.mul_(RECENT).add_(samples)
         share = self._recent_samples / self._recent_samples.sum().clamp(min=1e-9)
         concentration = share.square().sum()
-        parts = torch.split(self._report[self._tail.num_slots :], NUM_PARTS)
+        self._report[self._tail.num_slots].copy_(concentration)
+        parts = torch.split(self._report[self._tail.num_slots + 1 :], NUM_PARTS)
         for part, own in zip(self.parts, parts, strict=True):
             part.apply(
                 total=total.clamp(min=1.0),

@@ -22,6 +22,8 @@ class Settled:
     total_samples: int
     drift: float | None = None
     """Weighted root mean square of ‖x_r − mean‖ / ‖mean‖ over parameters; None where gradients were averaged."""
+    effective_ranks: float = 1.0
+    """How many equal ranks would share the samples of the last windows as unequally as these did."""
     snapshot_ms: float | None = None
     """From the start of the snapshot until its copy can be read."""
     transfer_ms: float | None = None

@@ -5,7 +5,6 @@ Holds no tensor and no module, so it can be compared, hashed and pickled; made b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,11 +34,6 @@ class Node:
     note: str = ""
     """A few words for people: ×3, 4 experts, cat."""
 
-    @property
-    def body(self) -> str:
-        """The path of the module that does the work."""
-        return f"{self.name}.body" if self.kind == "also" else self.name
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateWire:
@@ -61,13 +55,3 @@ class Plan:
     outputs: tuple[str, ...]
     tags: tuple[tuple[str, str], ...] = ()
     states: tuple[StateWire, ...] = ()
-
-    def edges(self) -> Iterator[tuple[str, str]]:
-        """(value, name of the node that takes it), states included as `@tag`."""
-        for node in self.nodes:
-            for value in (*node.takes, *node.uses):
-                yield value, node.name
-
-    def maker_of(self, value: str) -> str | None:
-        """The node that makes a value; None where it is an input or a state."""
-        return next((node.name for node in self.nodes if value in node.makes), None)

@@ -70,7 +70,7 @@ def zeros_for(size: Any, reference: Any) -> Any:
 
 def recall(state: State, reference: Any) -> Any:
     """The kept value; zeros where there is none, or where the batch has another size than the one it was kept for."""
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         return zeros_for(_known_size(state), reference)
     first = _first_tensor(reference)
     if state.value is None or _first_tensor(state.value).shape[0] != first.shape[0]:
@@ -80,7 +80,7 @@ def recall(state: State, reference: Any) -> Any:
 
 def remember(state: State, value: Any) -> Any:
     """Keep a value; an exported program has no state to keep."""
-    if not torch.compiler.is_exporting():
+    if not _is_exporting():
         state.value = value
     return value
 
@@ -88,6 +88,11 @@ def remember(state: State, value: Any) -> Any:
 # Branching on tensors would stop torch.fx.symbolic_trace; wrapped functions are taken whole.
 fx.wrap("recall")
 fx.wrap("remember")
+
+
+def _is_exporting() -> bool:
+    # Up to torch 2.11 is_exporting() is also true while dynamo compiles.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _known_size(state: State) -> Any:

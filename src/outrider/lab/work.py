@@ -34,9 +34,16 @@ class ReplicaWork:
         for replica in self.replicas[1:]:
             replica.model.load_state_dict(self.replicas[0].model.state_dict())
         self.exchanges = [
-            Exchange(replica.arena, rank=replica.rank, world_size=world_size, num_facts=0, outer=recipe.outer)
+            Exchange(
+                replica.arena,
+                rank=replica.rank,
+                world_size=world_size,
+                num_facts=0,
+                outer=replica.compensation.outer,
+            )
             for replica in self.replicas
         ]
+        self._effective_ranks = 1.0
         self.gradients = [
             GradientExchange(replica.arena, rank=replica.rank, world_size=world_size, num_facts=0)
             for replica in self.replicas
@@ -84,17 +91,18 @@ class ReplicaWork:
             self._samples_by_rank[rank] += count
         meet(self.exchanges)
         settled = [exchange.settle() for exchange in self.exchanges]
+        self._effective_ranks = settled[0].effective_ranks
         return settled[0].drift
 
     def load(self, rank: int) -> None:
         if self.size > 1:
             self.exchanges[rank].load()
-            self._attach_optimizer(rank)
+            self._took_in(rank)
 
     def correct(self, rank: int) -> None:
         if self.size > 1:
             self.exchanges[rank].correct()
-            self._attach_optimizer(rank)
+            self._took_in(rank)
 
     def merge(self, samples: Sequence[int]) -> None:
         for rank in range(self.size):
@@ -102,6 +110,10 @@ class ReplicaWork:
         self.settle(samples)
         for rank in range(self.size):
             self.load(rank)
+
+    def _took_in(self, rank: int) -> None:
+        self.replicas[rank].saw_ranks(self._effective_ranks)
+        self._attach_optimizer(rank)
 
     def _attach_optimizer(self, rank: int) -> None:
         """Optimizer state joins once every rank has some, after the average that told so."""

@@ -6,7 +6,7 @@ Decides what a valid recipe is; every value is checked here once and trusted aft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -41,13 +41,13 @@ class Recipe:
     evaluate: EvaluateFunction | None = None
     eval_dataset: Any = None
     scheduler: SchedulerFactory | None = None
-    lr_scale: float = 1.0
+    lr_scale: float | Literal["auto"] = "auto"
     max_grad_norm: float | None = None
     accumulate: int = 1
     precision: str = "fp32"
     seed: int = 0
     shuffle: bool = True
-    outer: Outer = field(default_factory=Outer)
+    outer: Outer | Literal["auto"] = "auto"
     average_optimizer: bool = False
     anchor: int | None = None
     min_anchor: int = 1
@@ -66,8 +66,9 @@ class Recipe:
         for name in ("batch_size", "epochs", "accumulate"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("max_overshoot", self.max_overshoot, 0)
-        for name in ("lr_scale", "max_grad_norm"):
-            check_positive(name, getattr(self, name))
+        check_positive("max_grad_norm", self.max_grad_norm)
+        if self.lr_scale != "auto":
+            check_positive("lr_scale", self.lr_scale)
         for name in ("model", "optimizer", "step"):
             check_callable(name, getattr(self, name))
         for name in ("evaluate", "scheduler"):
@@ -116,7 +117,7 @@ def plain(recipe: Recipe) -> dict[str, Any]:
 
 def settings(recipe: Recipe) -> dict[str, Any]:
     """The same for `config.json`."""
-    return plain(recipe) | {"outer": asdict(recipe.outer)}
+    return plain(recipe) | {"outer": recipe.outer if recipe.outer == "auto" else asdict(recipe.outer)}
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -131,7 +132,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 def check_at_least(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
-            f"{name} must be a whole number >= {least}, got {value!r}", hint=f"pass {name}={max(1, least)} or more"
+            f"{name} must be a whole number >= {least}, got {value!r}", hint=f"pass {name}={least} or more"
         )
 
 

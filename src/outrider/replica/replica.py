@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
 from outrider.errors import ConfigError, OutriderError, StepError
+from outrider.replica.compensation import compensate
 from outrider.replica.logbook import Logbook, writing
 from outrider.replica.pieces import pieces
 from outrider.replica.recipe import Recipe
@@ -37,6 +39,11 @@ class Replica:
         self.arena = Arena(self.model)
         self.optimizer = _make_optimizer(recipe, self.model)
         self.scheduler = _make_scheduler(recipe, self.optimizer)
+        self.compensation = compensate(
+            self.optimizer, policy=recipe.policy, outer=recipe.outer, lr_scale=recipe.lr_scale
+        )
+        self.rate_factor = 1.0
+        """On the learning rate: the effective number of ranks where the compensation follows it."""
         # Rank 0 draws as a plain loop would; the others need their own dropout.
         if rank > 0:
             torch.manual_seed(recipe.seed * 1_000_003 + rank)
@@ -74,10 +81,33 @@ class Replica:
         """The optimizer's step at the learning rate that belongs to `at`."""
         try:
             self._follow_schedule(at)
-            self.optimizer.step()
+            self._optimizer_step()
         except Exception as error:
             raise self._step_error(error, " in the optimizer") from error
         self.steps += 1
+
+    def saw_ranks(self, effective_ranks: float) -> None:
+        """How many equal ranks would share the samples as unequally as these do; the same on all ranks."""
+        if self.compensation.follows_ranks:
+            self.rate_factor = effective_ranks
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group, as the next step uses it."""
+        return float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
+
+    def _optimizer_step(self) -> None:
+        if self.rate_factor == 1.0:
+            self.optimizer.step()
+            return
+        # Schedulers compute the next rate from the one in the group, so the factor must not stay there.
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * self.rate_factor
+        self.optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def _backward(self, data: Any, samples: int) -> None:
         if self.recipe.accumulate == 1:
@@ -130,9 +160,10 @@ class Replica:
         if self.scheduler is None:
             return
         due = at // self.recipe.batch_size
-        while self.ticks < due:
-            self.scheduler.step()
-            self.ticks += 1
+        with _no_advice_on_order() if self.steps == 0 else contextlib.nullcontext():
+            while self.ticks < due:
+                self.scheduler.step()
+                self.ticks += 1
 
     def _step_error(self, error: Exception, where: str = "") -> StepError:
         return StepError(
@@ -175,6 +206,7 @@ class Replica:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "ticks": self.ticks,
             "steps": self.steps,
+            "rate_factor": self.rate_factor,
             "random": torch.get_rng_state(),
         }
         if self.device.type == "cuda":
@@ -186,6 +218,7 @@ class Replica:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.ticks, self.steps = state["ticks"], state["steps"]
+        self.rate_factor = state["rate_factor"]
         torch.set_rng_state(state["random"])
         if "cuda_random" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_random"], self.device)
@@ -209,7 +242,7 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             hint="pass optimizer=lambda p: torch.optim.Adam(p, 1e-3)",
         )
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * recipe.lr_scale
+        group["lr"] = group["lr"] * (1.0 if recipe.lr_scale == "auto" else recipe.lr_scale)
     return optimizer
 
 
@@ -223,6 +256,14 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> LRSched
             hint="pass scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, num_steps)",
         )
     return scheduler
+
+
+@contextlib.contextmanager
+def _no_advice_on_order() -> Iterator[None]:
+    """torch warns of a schedule that moves before the optimizer; here other ranks' steps may have moved it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield
 
 
 def _describe(value: object) -> str:

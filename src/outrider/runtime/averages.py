@@ -98,7 +98,7 @@ class GroupAverages:
             rank=world.rank,
             world_size=world.size,
             num_facts=NUM_FACTS,
-            outer=replica.recipe.outer,
+            outer=replica.compensation.outer,
             device=device,
         )
         self._gradients = GradientExchange(
@@ -140,24 +140,35 @@ class GroupAverages:
         return self._saw(self._averager.correct())
 
     def _saw(self, settled: Settled) -> Settled:
-        """Optimizer state joins once every rank has some, which all learn from the same facts."""
+        self._replica.saw_ranks(settled.effective_ranks)
         if self._replica.recipe.average_optimizer and not self._has_optimizer:
-            for rank, row in enumerate(settled.facts):
-                self._batches_by_rank[rank] += row[BATCHES]
-            if min(self._batches_by_rank) > 0:
-                self._exchange.attach(OptimizerArena(self._replica.optimizer))
-                self._has_optimizer = True
+            self._await_optimizers(settled)
         return settled
+
+    def _await_optimizers(self, settled: Settled) -> None:
+        """Optimizer state joins once every rank has some, which all learn from the same facts."""
+        for rank, row in enumerate(settled.facts):
+            self._batches_by_rank[rank] += row[BATCHES]
+        if min(self._batches_by_rank) > 0:
+            self._attach_optimizer()
+
+    def _attach_optimizer(self) -> None:
+        self._exchange.attach(OptimizerArena(self._replica.optimizer))
+        self._has_optimizer = True
 
     def wait_for_device(self) -> None:
         _wait_for(self._replica.device)
 
     def state(self) -> dict[str, Any] | None:
-        return self._exchange.state_dict()
+        return self._exchange.state_dict() | {"has_optimizer": self._has_optimizer}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self._exchange.load_state_dict(state)
+        if state is None:
+            return
+        # A checkpoint is taken after an average, so the optimizer state that was saved is the common one.
+        if state["has_optimizer"] and self._replica.recipe.average_optimizer:
+            self._attach_optimizer()
+        self._exchange.load_state_dict(state)
 
     def close(self) -> None:
         # Only a rank that lost its peers can be stuck here, in a collective that ends with the process.

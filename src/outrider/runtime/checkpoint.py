@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +92,8 @@ def refuse_strangers(folder: RunFolder, *, resume: Path | None) -> None:
 
 def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
     """Read where the run stood; refuse what would not be the same run."""
-    fields = json.loads((path / "state.json").read_text())
+    with _readable(path / "state.json"):
+        fields = json.loads((path / "state.json").read_text())
     version = fields.pop("schema_version")
     if version != SCHEMA_VERSION:
         raise DataError(
@@ -109,8 +112,21 @@ def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
 def load_rank(path: Path, rank: int) -> dict[str, Any]:
     """A rank's own state; a rank that was not there before starts from rank 0's."""
     own = path / f"rank{rank}.pt"
-    state: dict[str, Any] = torch.load(own if own.is_file() else path / "rank0.pt", weights_only=True)
+    file = own if own.is_file() else path / "rank0.pt"
+    with _readable(file):
+        state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DataError(
+            f"{path} cannot be read: {type(error).__name__}",
+            hint="it is damaged, or holds code, which is never loaded: resume from another checkpoint",
+        ) from error
 
 
 def _fields(progress: Progress) -> dict[str, Any]:

@@ -270,7 +270,7 @@ class RankRun:
         metrics = combine(
             accounts,
             epoch=epoch,
-            learning_rate=self.replica.optimizer.param_groups[0]["lr"],
+            learning_rate=self.replica.learning_rate,
             anchor=self.driver.anchor,
             drift=self.driver.drift,
             train_s_before=self.train_s,
@@ -380,6 +380,6 @@ def check_num_samples(num_samples: int, *, world_size: int) -> None:
     """Every rank needs a sample; asked before ranks start where the data set is there already, and by each rank."""
     if num_samples < world_size:
         raise DataError(
-            f"the data set has {num_samples} samples for {world_size} ranks",
+            f"the data set has {num_samples} sample{'' if num_samples == 1 else 's'} for {world_size} ranks",
             hint="use fewer devices, or a larger data set",
         )
