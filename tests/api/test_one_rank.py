@@ -242,7 +242,7 @@ def test_min_anchor_stops_the_anchor_from_shrinking(train_here: Trainer, events:
 
 
 def test_the_anchor_follows_the_overhead_target(train_here: Trainer, events: Events) -> None:
-    run = train_here(overhead_target=0.5)
+    run = train_here(overhead_target=0.5, min_anchor=1)
     run.join()
     change = events(run.run_dir, "anchor")[0]
     assert change["reason"].startswith("10 -> 9: averaging takes ")

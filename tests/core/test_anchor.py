@@ -90,8 +90,24 @@ def test_shrinking_takes_at_least_one_batch() -> None:
     assert anchor.value == 2
 
 
-def test_shrinking_stops_at_the_minimum() -> None:
-    assert anchor_of(4, minimum=4).shrink(0.5, "drift is rising") is None
+def test_the_guard_may_go_below_the_minimum_but_leaves_a_batch() -> None:
+    anchor = anchor_of(4, minimum=4)
+    for _ in range(5):
+        anchor.shrink(0.5, "drift is rising")
+    assert anchor.value == 1
+
+
+def test_a_fixed_anchor_is_not_shrunk() -> None:
+    assert anchor_of(4, minimum=4, maximum=4).shrink(0.5, "drift is rising") is None
+
+
+def test_the_anchor_climbs_back_to_its_minimum_when_the_guard_is_content() -> None:
+    anchor = anchor_of(4, minimum=4)
+    anchor.shrink(0.5, "drift is rising")
+    assert anchor.after(exposed_ms=0.0, window_ms=100.0, may_grow=False) is None
+    decision = anchor.after(exposed_ms=0.0, window_ms=100.0, may_grow=True)
+    assert decision is not None
+    assert decision.reason == "2 -> 3: the guard is content again"
 
 
 def test_a_restored_anchor_keeps_its_value() -> None:

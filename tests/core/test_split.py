@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.effects import Batch, Decision, RankFacts, Report
-from outrider.core.split import Split, Splitter, TimeModel, even, minimise_slowest
+from outrider.core.split import Split, Splitter, TimeModel, even, minimise_slowest, without_singles
 from outrider.core.timemodel import slowest_ms
 from outrider.errors import ConfigError
 
@@ -350,3 +350,14 @@ def test_caps_for_another_world_are_refused() -> None:
         "caps must be one number >= 0 or none per rank, got 64, none for world_size=3",
         "leave caps out where memory does not bind",
     )
+
+
+@given(samples=st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_no_rank_is_left_with_a_single_sample_of_several(samples: list[int]) -> None:
+    parts = without_singles(samples)
+    assert sum(parts) == sum(samples)
+    assert 1 not in parts or sum(samples) == 1
+
+
+def test_a_single_sample_stays_where_no_other_rank_has_room() -> None:
+    assert without_singles((1, 4), caps=(None, 4)) == (1, 4)

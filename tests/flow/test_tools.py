@@ -125,6 +125,7 @@ def test_a_data_dependent_loop_is_one_call_for_fx() -> None:
 
 def test_compiled_and_routed_switches_have_equal_gradients() -> None:
     torch._dynamo.reset()
+    torch.manual_seed(0)  # a router that sends samples to both branches
     branches = [layer(4, 3), layer(4, 3)]
     graph = Flow().switch(layer(4, 2), branches).build()
     weights = [branch.weight for branch in branches]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -175,22 +176,29 @@ def test_ranks_of_torchrun_train_the_same_model_bit_for_bit(cadence_run: Path, t
 
 
 def torch_ddp(link: Link, *, steps: int) -> None:
-    """What a user of torch would write, on the batches that `sync` takes."""
     with World.join(link) as world:
-        torch.manual_seed(SEED)
-        model = nn.parallel.DistributedDataParallel(make_plain_model())
-        optimizer = make_optimizer(model.parameters())
-        inputs, labels = data().tensors
-        order = shuffled(SIZE, seed=SEED, epoch=0)
-        for number in range(steps):
-            start = (number * world.size + world.rank) * BATCH
-            mine = order[start : start + BATCH]
-            optimizer.zero_grad()
-            step(model, (inputs[mine], labels[mine])).backward()
-            optimizer.step()
+        parameters = plain_ddp_loop(world, steps=steps)
+        # DDP must be gone before its process group, or its destructor may wait forever.
+        gc.collect()
         dist.barrier()
         if world.rank == 0:
-            link.send("trained", parameters=[p.flatten().tolist() for p in model.parameters()])
+            link.send("trained", parameters=parameters)
+
+
+def plain_ddp_loop(world: World, *, steps: int) -> list[list[float]]:
+    """What a user of torch would write, on the batches that `sync` takes."""
+    torch.manual_seed(SEED)
+    model = nn.parallel.DistributedDataParallel(make_plain_model())
+    optimizer = make_optimizer(model.parameters())
+    inputs, labels = data().tensors
+    order = shuffled(SIZE, seed=SEED, epoch=0)
+    for number in range(steps):
+        start = (number * world.size + world.rank) * BATCH
+        mine = order[start : start + BATCH]
+        optimizer.zero_grad()
+        step(model, (inputs[mine], labels[mine])).backward()
+        optimizer.step()
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 def test_sync_equals_torch_ddp_on_the_same_batches(tmp_path: Path) -> None:

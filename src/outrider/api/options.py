@@ -31,7 +31,7 @@ class Options(TypedDict, total=False):
     evaluate: EvaluateFunction | None
     eval_dataset: Any
     anchor: int | None
-    min_anchor: int
+    min_anchor: int | None
     max_anchor: int
     overhead_target: float
     drift_threshold: float | None

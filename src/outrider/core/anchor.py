@@ -16,13 +16,16 @@ GROWTH_MAX = 2
 
 
 class Anchor:
-    """The number of batches of the slowest rank in a window, kept within [minimum, maximum]."""
+    """The number of batches of the slowest rank in a window, tuned within [minimum, maximum].
+
+    Only the guard goes below the minimum; once it is content, the anchor climbs back.
+    """
 
     def __init__(self, start: int, *, minimum: int, maximum: int, overhead_target: float) -> None:
         self._minimum = minimum
         self._maximum = maximum
         self._overhead_target = overhead_target
-        self._value = self._clamped(start)
+        self._value = max(minimum, min(maximum, start))
 
     @property
     def value(self) -> int:
@@ -38,18 +41,22 @@ class Anchor:
         """
         if window_ms <= 0:
             return None
+        if self._value < self._minimum:
+            return self._move(self._value + 1, "the guard is content again", None) if may_grow else None
         overhead = _part(exposed_ms, window_ms)
         if overhead > self._overhead_target:
             return self._grow(exposed_ms / window_ms, overhead) if may_grow else None
         lost = overhead if lost_ms is None else max(overhead, _part(lost_ms, window_ms))
         if lost < self._overhead_target / 2:
             reason = f"averaging takes {overhead:.1%}, below half the target of {self._overhead_target:.0%}"
-            return self._move(self._value - 1, reason, overhead)
+            return self._move(max(self._minimum, self._value - 1), reason, overhead)
         return None
 
     def shrink(self, factor: float, reason: str) -> Decision | None:
-        """Shrink by a factor, at least by one batch."""
-        return self._move(min(self._value - 1, math.floor(self._value * factor)), reason, None)
+        """Shrink by a factor, at least by one batch, down to one; a fixed anchor stays."""
+        if self._minimum == self._maximum:
+            return None
+        return self._move(max(1, min(self._value - 1, math.floor(self._value * factor))), reason, None)
 
     def state(self) -> dict[str, Any]:
         return {"value": self._value}
@@ -67,14 +74,11 @@ class Anchor:
         return self._move(min(GROWTH_MAX * self._value, max(self._value + 1, wanted)), reason, overhead)
 
     def _move(self, value: int, reason: str, overhead: float | None) -> Decision | None:
-        before, self._value = self._value, self._clamped(value)
+        before, self._value = self._value, min(self._maximum, value)
         if self._value == before:
             return None
         details = {"from": before, "to": self._value, "overhead": overhead}
         return Decision("anchor", self._value, f"{before} -> {self._value}: {reason}", details)
-
-    def _clamped(self, value: int) -> int:
-        return max(self._minimum, min(self._maximum, value))
 
 
 def batches_at(anchor: int, paces: Sequence[float], *, max_batch_diff: int | None = None) -> tuple[int, ...]:

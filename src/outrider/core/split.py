@@ -7,8 +7,9 @@ Called by the policies balanced (Splitter) and sync (even), once per step.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -50,6 +51,27 @@ def even(total: int, ranks: int) -> tuple[int, ...]:
     """Equal parts; the first ranks take the remainder."""
     each, left = divmod(total, ranks)
     return (each + 1,) * left + (each,) * (ranks - left)
+
+
+def without_singles(samples: Sequence[int], caps: Caps | None = None) -> tuple[int, ...]:
+    """The same samples with nobody left with just one, where another rank can take it.
+
+    One sample has no variance: BatchNorm refuses it in training, and one device with the whole batch would not see it.
+    """
+    counts = list(samples)
+    for rank in reversed(range(len(counts) if 1 in counts else 0)):
+        if counts[rank] != 1:
+            continue
+        others = [other for other, count in enumerate(counts) if other != rank and 0 < count < _cap(caps, other)]
+        if others:
+            counts[max(others, key=lambda other: (counts[other], -other))] += 1
+            counts[rank] = 0
+    return tuple(counts)
+
+
+def _cap(caps: Caps | None, rank: int) -> float:
+    cap = caps[rank] if caps is not None else None
+    return math.inf if cap is None else cap
 
 
 def minimise_slowest(models: Sequence[Cost], total: int, caps: Caps | None = None) -> tuple[int, ...]:
@@ -226,6 +248,10 @@ class Splitter:
         return [Decision("split", samples, reason, {"from": before, "to": samples})]
 
     def _made(self, total: int) -> Split:
+        drafted = self._drafted(total)
+        return replace(drafted, samples=without_singles(drafted.samples, self._caps))
+
+    def _drafted(self, total: int) -> Split:
         if self._shares is not None:
             return Split(samples=self._in_proportion(total, self._shares), reason="shares as given")
         if not any(model.is_known for model in self._models):
@@ -242,8 +268,8 @@ class Splitter:
     def _varied(self, total: int) -> tuple[int, ...]:
         """The best split with every other rank up and the rest down by a quarter, changing places at each step."""
         signs = [1 if (rank + self._exploring_left) % 2 else -1 for rank in range(self._world_size)]
-        # Two, so that a rank that was left out is measured again.
-        base = [max(2, count) for count in self._best(total)]
+        # Four, so that a rank that was left out is measured again and a quarter less is still no single sample.
+        base = [max(4, count) for count in self._best(total)]
         return self._in_proportion(
             total, [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
         )

@@ -25,6 +25,8 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 
 PolicyName = Literal["sync", "balanced", "cadence", "async", "independent"]
 PRECISIONS = ("fp32", "bf16")
+MIN_ANCHOR = 10
+"""More frequent averages cost time and were found to teach no more: see docs/log.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ class Recipe:
     outer: Outer | Literal["auto"] = "auto"
     average_optimizer: bool = False
     anchor: int | None = None
-    min_anchor: int = 1
+    min_anchor: int | None = None
     max_anchor: int = 200
     overhead_target: float = 0.10
     drift_threshold: float | None = None
@@ -94,7 +96,7 @@ class Recipe:
             world_size=world_size,
             batch_size=self.batch_size,
             anchor=self.anchor,
-            min_anchor=self.min_anchor,
+            min_anchor=min(MIN_ANCHOR, self.max_anchor) if self.min_anchor is None else self.min_anchor,
             max_anchor=self.max_anchor,
             overhead_target=self.overhead_target,
             drift_threshold=self.drift_threshold,

@@ -6,6 +6,7 @@ Entered by the few lines of BOOT that the launcher hands to a fresh interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -33,12 +34,15 @@ from outrider.runtime.child import main
 main(start)
 """
 _STARTER_CHECK_MS = 1_000
+_PR_SET_PDEATHSIG = 1
 
 
 def main(start: dict[str, Any]) -> None:
     """Run a rank from what the launcher wrote down for it, and end the process."""
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if start["dies_with_starter"]:
+        _die_with_starter()
     folder = Path(start["folder"])
     link = _make_link(start)
     watch = threading.Thread(
@@ -49,6 +53,12 @@ def main(start: dict[str, Any]) -> None:
     )
     watch.start()
     sys.exit(_run(link, folder / "payload"))
+
+
+def _die_with_starter() -> None:
+    """On Linux the kernel ends this rank with its starter, even where a deadlock lets no thread of it run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _make_link(start: dict[str, Any]) -> Link:

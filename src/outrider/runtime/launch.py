@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ def _start_file(order: _Order, *, folder: Path, messages_fd: int, control_fd: in
         "num_threads": order.num_threads,
         "messages_fd": messages_fd,
         "control_fd": control_fd,
+        # The signal comes with the end of the thread that started the rank, which other threads may not outlive.
+        "dies_with_starter": threading.current_thread() is threading.main_thread(),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from outrider.runtime.store import open_store
 
 BACKENDS = ("auto", "cpu", "nccl")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SETTLE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,7 @@ class World:
             world_size=self.size,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        self._undo.callback(dist.destroy_process_group)
+        self._undo.callback(_destroy_groups)
         seats = self.exchange_json({"device": str(self.spec), "host": socket.gethostname()}, name="seats")
         self.specs = parse_devices([seat["device"] for seat in seats])
         self.hosts = tuple(seat["host"] for seat in seats)
@@ -208,6 +210,13 @@ class World:
             raise PeerLostError(
                 f"rank {self.rank} lost the store while it waited for {what}", rank=self.rank
             ) from error
+
+
+def _destroy_groups() -> None:
+    # The destructor of a Gloo group joins its threads while it holds the interpreter's lock, and a thread that just
+    # ended a collective wants that lock to let go of it: let them settle first.
+    time.sleep(_SETTLE_S)
+    dist.destroy_process_group()
 
 
 def _use_device(link: Link) -> None:

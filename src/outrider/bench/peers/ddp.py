@@ -6,6 +6,7 @@ Called by the benchmarks through `start_ddp`; its records have the shape of any 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -78,14 +79,20 @@ def _backend(specs: Sequence[DeviceSpec]) -> str:
 def run_ddp_rank(link: Link, *, recipe: Recipe, setting: RunSetting, options: dict[str, Any], timeout_s: float) -> None:
     """What each started process does."""
     with World.join(link, timeout_s=timeout_s) as world:
-        rank = DdpRank(link, recipe, world=world, setting=setting, options=options)
-        for epoch in range(recipe.epochs):
-            metrics = rank.run_epoch(epoch)
-            if world.rank == 0:
-                link.send("epoch", **as_json(metrics))
-            if rank.is_stopped:
-                break
-        rank.finish()
+        _train(DdpRank(link, recipe, world=world, setting=setting, options=options))
+        # DDP must be gone before its process group: as the last to hold one, its destructor waits for a thread of the
+        # group while it holds the interpreter's lock, which that thread may want.
+        gc.collect()
+
+
+def _train(rank: DdpRank) -> None:
+    for epoch in range(rank.recipe.epochs):
+        metrics = rank.run_epoch(epoch)
+        if rank.world.rank == 0:
+            rank.link.send("epoch", **as_json(metrics))
+        if rank.is_stopped:
+            break
+    rank.finish()
 
 
 def dealt(order: Tensor, *, rank: int, world_size: int) -> Tensor:
