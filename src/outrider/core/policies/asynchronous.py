@@ -6,12 +6,30 @@ go beyond its plan while an average is late.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from outrider.core.effects import Begin, Collect, Effect, Expect, Lease, Note, Policy, Poll, Report, Seat, Step, Take
+from outrider.core.effects import (
+    Batch,
+    Begin,
+    Collect,
+    Effect,
+    Expect,
+    Lease,
+    Note,
+    Policy,
+    Poll,
+    Report,
+    Seat,
+    Step,
+    Take,
+)
 from outrider.core.planner import Planner
 from outrider.core.policies.cadence import as_decision
+
+WINDOWS_PER_LEASE = 2
+"""A lease costs a trip to the store; the ledger gives less where the end is near."""
 
 
 def asynchronous(seat: Seat, planner: Planner, span: Lease, *, max_overshoot: int) -> Policy:
@@ -27,29 +45,38 @@ def asynchronous(seat: Seat, planner: Planner, span: Lease, *, max_overshoot: in
             yield from state.take_in(report)
             if report.is_dry:
                 return
-        yield Begin(samples=state.samples, is_dry=state.is_dry)
+        yield Begin(samples=state.samples, is_dry=state.is_dry and not state.coming)
         state.begin()
 
 
 def _steps(state: _Window, *, goal: int, max_overshoot: int) -> Policy:
     """Take `goal` batches, and up to `max_overshoot` more while the last average is still on its way."""
     batches = 0
-    while not state.is_dry and (batches < goal or (state.is_flying and batches < goal + max_overshoot)):
-        wanted = max(1, goal - batches) * state.seat.batch_size
-        lease: Lease | None = yield Take(wanted, share=state.share)
-        if lease is None:
-            state.is_dry = True
+    while batches < goal or (state.is_flying and batches < goal + max_overshoot):
+        if not state.coming:
+            yield from _lease(state, wanted=WINDOWS_PER_LEASE * goal - batches)
+        if not state.coming:
             return
-        coming = tuple(lease.batches(state.seat.batch_size))
-        yield Expect(coming)
-        for batch in coming:
-            yield Step(batch, at=state.position)
-            state.samples += batch.count
-            batches += 1
-            if state.is_flying:
-                report: Report | None = yield Poll()
-                if report is not None:
-                    yield from state.take_in(report)
+        batch = state.coming.popleft()
+        yield Step(batch, at=state.position)
+        state.samples += batch.count
+        batches += 1
+        if state.is_flying:
+            report: Report | None = yield Poll()
+            if report is not None:
+                yield from state.take_in(report)
+
+
+def _lease(state: _Window, *, wanted: int) -> Policy:
+    """Ask for more batches; a rank that gets none is dry and does not ask again."""
+    if state.is_dry:
+        return
+    lease: Lease | None = yield Take(max(1, wanted) * state.seat.batch_size, share=state.share)
+    if lease is None:
+        state.is_dry = True
+        return
+    state.coming.extend(lease.batches(state.seat.batch_size))
+    yield Expect(tuple(state.coming))
 
 
 class _Window:
@@ -60,9 +87,12 @@ class _Window:
         self.planner = planner
         self.span = span
         self.share = planner.share(seat.rank)
+        self.coming: deque[Batch] = deque()
+        """Leased and not yet done."""
         self.samples = 0
         self.is_flying = False
-        self.is_dry = span.count == 0
+        self.is_dry = False
+        """Nothing is left to lease."""
         self._samples_flying = 0
         self._reached = span.start
         self._position = span.start
