@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.api.handle import Run, Trained
     from outrider.api.train import train
     from outrider.average.outer import Outer
+    from outrider.flow import Flow
     from outrider.replica.logbook import log
     from outrider.runtime.context import EpochContext
     from outrider.runtime.metrics import EpochMetrics
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceError",
     "EpochContext",
     "EpochMetrics",
+    "Flow",
     "Outer",
     "OutriderError",
     "PeerLostError",
@@ -54,6 +56,7 @@ _HOMES = {
     "Ddp": "outrider.api.builder",
     "EpochContext": "outrider.runtime.context",
     "EpochMetrics": "outrider.runtime.metrics",
+    "Flow": "outrider.flow",
     "Outer": "outrider.average.outer",
     "Run": "outrider.api.handle",
     "Trained": "outrider.api.handle",

@@ -23,6 +23,7 @@ SURFACE = [
     "DeviceError",
     "EpochContext",
     "EpochMetrics",
+    "Flow",
     "Outer",
     "OutriderError",
     "PeerLostError",

@@ -104,7 +104,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ask the run to end after the current window; what was learned is kept."""
+        """Ask the run to end once the batches at hand are done, a few windows at most; what was learned is kept."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -25,7 +25,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 
 PolicyName = Literal["sync", "balanced", "cadence", "async", "independent"]
 PRECISIONS = ("fp32", "bf16")
-MIN_ANCHOR = 10
+MIN_ANCHOR = 20
 """More frequent averages cost time and were found to teach no more: see docs/log.md."""
 
 

@@ -28,7 +28,7 @@ from outrider.core.effects import (
 from outrider.core.planner import Planner
 from outrider.core.policies.cadence import as_decision
 
-WINDOWS_PER_LEASE = 2
+WINDOWS_PER_LEASE = 4
 """A lease costs a trip to the store; the ledger gives less where the end is near."""
 
 
