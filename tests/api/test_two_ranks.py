@@ -65,6 +65,7 @@ def cadence(
         epochs=3,
         batch_size=2,
         speed_hints=[1.0, 0.5],
+        min_anchor=10,
         drift_threshold=1e-12,
         evaluate=mean_error,
         eval_dataset=problem["dataset"],
