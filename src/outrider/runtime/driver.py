@@ -68,7 +68,8 @@ class Driver:
         """The world's samples that averages have accounted for, in this epoch."""
         self.anchor: int | None = None
         self.drift: float | None = None
-        self.schedule = ScheduleRecorder()
+        self.schedule: ScheduleRecorder | None = None
+        """Keeps the effects of a segment where they are asked for."""
         self._epoch_base = 0
         self._leases: Leases | None = None
         self._stepped_since_begin = False
@@ -96,7 +97,8 @@ class Driver:
             except StopIteration:
                 break
             result = self._handlers[type(effect)](effect)
-            self.schedule.saw(effect, result)
+            if self.schedule is not None:
+                self.schedule.saw(effect, result)
 
     # Data
 

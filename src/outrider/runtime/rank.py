@@ -16,6 +16,7 @@ from typing import Any
 from outrider.core.effects import Lease, Seat
 from outrider.core.planner import Planner
 from outrider.core.policies import open_policy
+from outrider.core.schedule import ScheduleRecorder
 from outrider.core.split import Splitter
 from outrider.data.feed import Feed, make_feed
 from outrider.data.leases import Leases, LocalLeases, StoreLeases
@@ -230,9 +231,9 @@ class RankRun:
         )
         leases = self._open_leases(f"ledger/{epoch}/{span.start}", span, batch_size=self.recipe.batch_size)
         reached_before = self.driver.reached
-        self.driver.schedule.entries = []
+        self.driver.schedule = ScheduleRecorder() if self.config.record_schedule else None
         self.driver.run(policy, leases=leases, epoch_base=epoch * self.feed.num_samples)
-        if self.config.record_schedule:
+        if self.driver.schedule is not None:
             self.schedules.append(self.driver.schedule.entries)
         is_whole = not self.driver.is_stopped or self.recipe.policy == "independent"
         self.position = span.stop if is_whole else span.start + self.driver.reached - reached_before
