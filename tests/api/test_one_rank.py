@@ -249,6 +249,14 @@ def test_the_anchor_follows_the_overhead_target(train_here: Trainer, events: Eve
     assert change["reason"].endswith("below half the target of 50%")
 
 
+def test_what_makes_up_for_averaging_is_in_the_timeline_with_its_reason(train_here: Trainer, events: Events) -> None:
+    run = train_here(lr_scale=2.0)
+    run.join()
+    (chosen,) = events(run.run_dir, "compensation")
+    assert chosen["value"] == {"outer": "none", "learning rate follows ranks": False}
+    assert chosen["reason"] == "lr_scale=2 was given"
+
+
 # Callbacks
 
 

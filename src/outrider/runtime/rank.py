@@ -118,8 +118,15 @@ class RankRun:
         self.averages.start_from_rank_zero()
         self.averages.restore(average_state)
         self.recorder.event("ready", device=str(world.spec), feed=self.feed.reason)
+        self._record_compensation()
         if world.rank == 0:
             write_record(self.folder, self, status="running")
+
+    def _record_compensation(self) -> None:
+        chosen = self.replica.compensation
+        if self.world.rank == 0:
+            value = {"outer": chosen.outer.kind, "learning rate follows ranks": chosen.follows_ranks}
+            self.recorder.event("compensation", value=value, reason=chosen.reason)
 
     def _open_feed(self, dataset: Any, *, collate: Any) -> Feed:
         feed = make_feed(
