@@ -162,20 +162,23 @@ def test_averaged_optimizer_state_is_the_same_on_all_ranks(policy: str) -> None:
         assert torch.equal(state["momentum_buffer"], second[index]["momentum_buffer"])
 
 
-def test_the_guard_acts_when_replicas_run_apart() -> None:
-    # Steps far too large for this model: between averages the ranks go their own ways, further each time.
-    run = train(
-        recipe(
-            policy="cadence",
-            optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-            model=lambda: nn.Linear(6, 2).double(),
-            step=lambda model, batch: -(model(batch[0]) ** 2).mean().clamp(max=1e30),
-            drift_threshold=0.05,
-            epochs=4,
-            batch_size=2,
-        ),
-        Bench(speeds=(1.0, 0.8)),
+def run_apart(**options: object) -> LabRun:
+    """Steps far too large for this model: between averages the ranks go their own ways, further each time."""
+    diverging = recipe(
+        policy="cadence",
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        model=lambda: nn.Linear(6, 2).double(),
+        step=lambda model, batch: -(model(batch[0]) ** 2).mean().clamp(max=1e30),
+        drift_threshold=0.05,
+        epochs=4,
+        batch_size=2,
+        **options,
     )
+    return train(diverging, Bench(speeds=(1.0, 0.8)))
+
+
+def test_the_guard_acts_when_replicas_run_apart() -> None:
+    run = run_apart()
     shrunk = [decision for decision in run.decisions if decision.kind == "anchor" and "guard" in decision.reason]
     assert any(decision.kind == "guard" for decision in run.decisions)
     assert shrunk
@@ -183,17 +186,5 @@ def test_the_guard_acts_when_replicas_run_apart() -> None:
 
 
 def test_without_the_guard_the_same_run_is_left_alone() -> None:
-    run = train(
-        recipe(
-            policy="cadence",
-            optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-            model=lambda: nn.Linear(6, 2).double(),
-            step=lambda model, batch: -(model(batch[0]) ** 2).mean().clamp(max=1e30),
-            drift_threshold=0.05,
-            guard=False,
-            epochs=4,
-            batch_size=2,
-        ),
-        Bench(speeds=(1.0, 0.8)),
-    )
+    run = run_apart(guard=False)
     assert not [decision for decision in run.decisions if decision.kind == "guard"]
