@@ -24,7 +24,10 @@ from outrider.errors import (
 if TYPE_CHECKING:
     from outrider.api.builder import Ddp
     from outrider.api.handle import Run, Trained
+    from outrider.api.session import Session
+    from outrider.api.setup import setup
     from outrider.api.train import train
+    from outrider.api.wrap import wrap
     from outrider.average.outer import Outer
     from outrider.flow import Flow
     from outrider.replica.logbook import log
@@ -43,13 +46,16 @@ __all__ = [
     "OutriderError",
     "PeerLostError",
     "Run",
+    "Session",
     "StepError",
     "Trained",
     "VerifyError",
     "WaitError",
     "__version__",
     "log",
+    "setup",
     "train",
+    "wrap",
 ]
 
 _HOMES = {
@@ -59,9 +65,12 @@ _HOMES = {
     "Flow": "outrider.flow",
     "Outer": "outrider.average.outer",
     "Run": "outrider.api.handle",
+    "Session": "outrider.api.session",
     "Trained": "outrider.api.handle",
     "log": "outrider.replica.logbook",
+    "setup": "outrider.api.setup",
     "train": "outrider.api.train",
+    "wrap": "outrider.api.wrap",
 }
 
 

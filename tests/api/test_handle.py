@@ -168,11 +168,14 @@ def test_a_run_without_a_folder_gets_one_below_runs(
 
 def test_the_folder_holds_what_it_should_and_no_temporary_file(train_here: Trainer) -> None:
     folder = train_here().join().run_dir
-    assert sorted(path.name for path in folder.iterdir()) == [
+    drawn = {"plotly.min.js", "timeline.html"}
+    assert sorted({path.name for path in folder.iterdir()} - drawn) == [
         "config.json",
         "model.safetensors",
         "record.json",
+        "timeline.csv",
         "timeline.json",
+        "trace.json",
     ]
 
 

@@ -226,7 +226,7 @@ def test_a_given_anchor_is_the_length_of_every_window(train_here: Trainer, event
     run = train_here(anchor=3, speed_hints=[1])
     run.join()
     assert [plan["value"] for plan in events(run.run_dir, "plan")] == [[3]] * 4
-    assert [average["batches"] for average in events(run.run_dir, "average")] == [3] * 4
+    assert [window["batches"] for window in events(run.run_dir, "window")] == [3] * 4
 
 
 def test_max_anchor_bounds_the_windows(train_here: Trainer, events: Events) -> None:

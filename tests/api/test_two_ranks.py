@@ -176,11 +176,19 @@ def test_guard_false_keeps_the_guard_quiet(overlapped: outrider.Run, events: Eve
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_averages_have_their_cost_and_their_window(cadence: outrider.Run, events: Events, rank: int) -> None:
-    averages = [event for event in events(cadence.run_dir, "average") if event["rank"] == rank]
+    averages = [event for event in events(cadence.run_dir, "average end") if event["rank"] == rank]
     assert [average["window"] for average in averages] == list(range(len(averages)))
     assert all(average["ms"] > 0 and average["drift"] >= 0 for average in averages)
-    assert averages[0]["batches"] * 2 == averages[0]["samples"] > 0
-    assert averages[0]["compute_ms"] > 0
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_windows_have_their_start_and_what_was_done_in_them(cadence: outrider.Run, events: Events, rank: int) -> None:
+    windows = [event for event in events(cadence.run_dir, "window") if event["rank"] == rank]
+    averages = [event for event in events(cadence.run_dir, "average start") if event["rank"] == rank]
+    assert [window["window"] for window in windows] == [average["window"] for average in averages]
+    assert all(window["start"] < window["t"] for window in windows)
+    assert windows[0]["batches"] * 2 == windows[0]["samples"] > 0
+    assert windows[0]["compute_ms"] > 0
 
 
 def test_waits_name_their_cause(cadence: outrider.Run, events: Events) -> None:
@@ -193,16 +201,17 @@ def test_max_batch_diff_bounds_the_lead_of_the_fast_rank(overlapped: outrider.Ru
 
 
 def test_without_overshoot_no_rank_goes_beyond_its_plan(overlapped: outrider.Run, events: Events) -> None:
-    averages = events(overlapped.run_dir, "average")
-    assert max(event["batches"] for event in averages if event["rank"] == 0) == 5
-    assert max(event["batches"] for event in averages if event["rank"] == 1) == 2
+    windows = events(overlapped.run_dir, "window")
+    assert max(window["batches"] for window in windows if window["rank"] == 0) == 5
+    assert max(window["batches"] for window in windows if window["rank"] == 1) == 2
 
 
 # What is left behind
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "record.json", "timeline.json", "model.safetensors", "rank0.log", "rank1.log"]
+    "name",
+    ["config.json", "record.json", "timeline.json", "timeline.csv", "trace.json", "model.safetensors", "rank1.log"],
 )
 def test_a_run_leaves_its_files(cadence: outrider.Run, name: str) -> None:
     assert (cadence.run_dir / name).is_file()

@@ -27,6 +27,21 @@ class LostCollective:
 
     max_ = broadcast_ = sum_
 
+    def check_peers(self) -> None:
+        raise PeerLostError("rank 0 of 2 lost a peer")
+
+
+class DeafCollective(LostCollective):
+    """A collective whose peer is gone, and whose sum does not notice: as NCCL's."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        self.is_over.wait(20)
+
+    max_ = broadcast_ = sum_
+
 
 class SlowCollective:
     """A collective that waits until it is told to go on."""
@@ -38,6 +53,9 @@ class SlowCollective:
         self.goes_on.wait(20)
 
     max_ = broadcast_ = sum_
+
+    def check_peers(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -149,6 +167,15 @@ def test_an_error_in_the_background_reaches_the_caller(make_world: Callable) -> 
         averager.begin(1, [0.0])
         with pytest.raises(PeerLostError, match="rank 0 of 2 lost a peer"):
             averager.load()
+
+
+def test_a_lost_peer_ends_the_wait_for_a_sum_that_never_ends(make_world: Callable) -> None:
+    collective = DeafCollective()
+    with HostAverager(make_world(linear).exchanges[0], collective) as averager:
+        averager.begin(1, [0.0])
+        with pytest.raises(PeerLostError, match="rank 0 of 2 lost a peer"):
+            averager.correct()
+        collective.is_over.set()
 
 
 def test_the_worker_computes_on_one_thread_and_the_caller_on_as_many_as_before() -> None:

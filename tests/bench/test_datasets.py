@@ -183,6 +183,25 @@ def test_data_is_found_in_the_cache(nowhere: Path) -> None:
     assert find_data("mnist", nowhere / "absent") == folder
 
 
+@pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin"])
+def test_cifar_is_found_unpacked_or_not_in_its_own_folder_or_above(nowhere: Path, folder: str) -> None:
+    place = nowhere / "data" / folder
+    place.mkdir(parents=True)
+    (place / "data_batch_1.bin").touch()
+    assert find_data("cifar10", nowhere / "data") == place
+
+
+def test_cifar_is_found_as_an_archive(nowhere: Path) -> None:
+    (nowhere / "cifar-10-binary.tar.gz").touch()
+    assert find_data("cifar10", nowhere) == nowhere
+
+
+def test_shakespeare_is_found_by_its_file(nowhere: Path) -> None:
+    (nowhere / "shakespeare").mkdir()
+    (nowhere / "shakespeare" / "input.txt").touch()
+    assert find_data("shakespeare", nowhere) == nowhere / "shakespeare"
+
+
 def test_data_that_is_nowhere_is_none(nowhere: Path) -> None:
     assert find_data("mnist", nowhere) is None
 
@@ -190,7 +209,9 @@ def test_data_that_is_nowhere_is_none(nowhere: Path) -> None:
 def test_an_unknown_name_gets_the_nearest(nowhere: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_data("minst")
-    assert str(caught.value) == "no data set is called 'minst', known are: mnist\nhint: did you mean 'mnist'?"
+    assert str(caught.value) == (
+        "no data set is called 'minst', known are: mnist, cifar10, shakespeare\nhint: did you mean 'mnist'?"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="XDG folders are for Linux")

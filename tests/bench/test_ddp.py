@@ -15,7 +15,8 @@ from outrider.api.options import make_order
 from outrider.bench.models.classification import accuracy, cross_entropy_step
 from outrider.bench.models.digits import logistic
 from outrider.bench.modes import parse_mode, run_mode
-from outrider.bench.peers.ddp import dealt, start_ddp
+from outrider.bench.peers.ddp import DDP
+from outrider.bench.peers.rank import dealt
 from outrider.bench.tasks import Task, adam
 from outrider.errors import DeviceError
 from outrider.machine.devices import parse_devices
@@ -56,11 +57,11 @@ def test_samples_are_dealt_as_torch_deals_them(num_samples: int, world_size: int
 
 
 def test_devices_of_different_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.peers.ddp.cuda_devices", lambda: ("cuda:0",))
+    monkeypatch.setattr("outrider.bench.peers.peer.cuda_devices", lambda: ("cuda:0",))
     required = {"model": logistic, "optimizer": adam, "step": cross_entropy_step, "dataset": task().dataset}
     order = make_order(required, {"batch_size": 8, "devices": "cuda:0,cpu", "run_dir": tmp_path})
     with pytest.raises(DeviceError) as caught:
-        start_ddp(order)
+        DDP.start(order)
     assert caught.value.message == "torch DDP cannot join devices of different kinds: cuda:0, cpu"
     assert caught.value.hint == "name only CPU ranks or only CUDA devices, or leave the mode ddp out"
 

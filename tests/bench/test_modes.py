@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from outrider.bench.measures import samples_per_s, time_to_target_s
 from outrider.bench.models.classification import accuracy, cross_entropy_step
 from outrider.bench.models.digits import logistic
 from outrider.bench.modes import (
@@ -15,11 +16,13 @@ from outrider.bench.modes import (
     ModeResult,
     ideal_samples_per_s,
     make_mode_order,
+    mode_names,
+    obstacle,
     parse_mode,
-    samples_per_s,
+    starter_of,
     summarise,
-    time_to_target_s,
 )
+from outrider.bench.peers.table import PEERS
 from outrider.bench.tasks import Task, adam
 from outrider.errors import ConfigError
 from outrider.machine.devices import num_cores, parse_devices, threads_per_rank
@@ -76,7 +79,11 @@ def task() -> Task:
     ("name", "expected"),
     [
         ("solo-1", Mode(name="solo-1", policy="independent", solo_rank=1)),
-        ("ddp", Mode(name="ddp", policy="ddp")),
+        ("ddp", Mode(name="ddp", policy="sync", peer="ddp")),
+        (
+            "accelerate-local-sgd-tuned",
+            Mode(name="accelerate-local-sgd-tuned", policy="sync", peer="accelerate-local-sgd-tuned"),
+        ),
         ("independent", Mode(name="independent", policy="independent")),
         ("cpu-async", Mode(name="cpu-async", policy="async", backend="cpu")),
         ("nccl-balanced", Mode(name="nccl-balanced", policy="balanced", backend="nccl")),
@@ -95,8 +102,8 @@ def test_a_name_says_policy_backend_and_device(name: str, expected: Mode) -> Non
         (
             "everything",
             "no mode is called 'everything' for 2 devices",
-            "modes are solo-0, solo-1, ddp, independent, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, "
-            "nccl-sync, nccl-balanced, nccl-cadence, nccl-async",
+            "modes are solo-0, solo-1, independent, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, "
+            f"nccl-sync, nccl-balanced, nccl-cadence, nccl-async, {', '.join(PEERS)}",
         ),
     ],
 )
@@ -110,6 +117,42 @@ def test_a_solo_gets_its_device_and_the_threads_it_has_in_the_whole_world(tmp_pa
     order = make_mode_order(parse_mode("solo-1", num_devices=2), task(), devices=DEVICES, run_dir=tmp_path)
     assert order.config.devices == ("cpu@0.4",)
     assert order.config.threads_per_rank == threads_per_rank(DEVICES, num_cores())[1]
+
+
+def test_every_name_that_is_listed_can_be_parsed() -> None:
+    assert [parse_mode(name, num_devices=2).name for name in mode_names(2)] == mode_names(2)
+
+
+def test_nccl_cannot_run_on_a_cpu_and_says_why() -> None:
+    reason = obstacle(parse_mode("nccl-async", num_devices=2), DEVICES)
+    assert reason == "rank 0 is on cpu, and nccl joins CUDA devices only"
+
+
+@pytest.mark.parametrize("name", ["solo-1", "independent", "cpu-async", "ddp"])
+def test_modes_of_cpu_ranks_can_run_on_them(name: str) -> None:
+    assert obstacle(parse_mode(name, num_devices=2), DEVICES) is None
+
+
+def test_a_peer_is_started_by_its_own_function() -> None:
+    assert starter_of(parse_mode("ddp", num_devices=2)) == PEERS["ddp"].start
+
+
+def test_options_set_by_hand_go_before_the_task(tmp_path: Path) -> None:
+    order = make_mode_order(
+        parse_mode("cpu-cadence", num_devices=2),
+        task(),
+        devices=DEVICES,
+        run_dir=tmp_path,
+        settings={"max_grad_norm": 2.0, "shares": [0.6, 0.4]},
+    )
+    assert (order.recipe.max_grad_norm, order.recipe.shares) == (2.0, (0.6, 0.4))
+
+
+def test_a_solo_takes_no_option_that_has_a_value_per_rank(tmp_path: Path) -> None:
+    order = make_mode_order(
+        parse_mode("solo-0", num_devices=2), task(), devices=DEVICES, run_dir=tmp_path, settings={"shares": [0.6, 0.4]}
+    )
+    assert order.recipe.shares is None
 
 
 @pytest.mark.parametrize("name", ["solo-0", "ddp", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"])
@@ -133,6 +176,10 @@ def test_a_single_epoch_is_counted() -> None:
 
 def test_time_to_target_is_the_training_time_of_the_first_epoch_that_reached_it() -> None:
     assert time_to_target_s(RESULT.epochs, 0.95) == 11.0
+
+
+def test_the_target_of_a_loss_is_reached_from_above() -> None:
+    assert time_to_target_s(RESULT.epochs, 0.90, larger_is_better=False) == 10.0
 
 
 def test_a_target_never_reached_has_no_time() -> None:

@@ -70,6 +70,11 @@ def test_a_report_is_a_block_for_an_issue() -> None:
     assert output.endswith("```\n")
 
 
+def test_two_formats_at_once_are_a_usage_error() -> None:
+    exit_code, output = run("--json", "--report")
+    assert (exit_code, output) == (2, "")
+
+
 def test_facts_that_cannot_be_read_are_a_reason_not_to_look(tmp_path: Path) -> None:
     exit_code, output = run("--facts", str(tmp_path / "nowhere.json"))
     assert (exit_code, output) == (3, "")

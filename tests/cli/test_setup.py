@@ -10,6 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.setup import EPILOG, setup
+from outrider.machine import codec
+from outrider.machine.facts import Disk
+from outrider.machine.variants import RECORD, Store, Variant, active_variant
 
 FACTS = Path(__file__).parent.parent / "machine" / "facts"
 app = typer.Typer()
@@ -51,6 +54,12 @@ def test_a_way_and_a_version_may_be_named() -> None:
     assert "2. 2.12-cu126 for NVIDIA GeForce GTX 1060 6GB\n" in result.stdout
 
 
+def test_a_version_is_kept_to_the_patch_level() -> None:
+    result = plan("h200", "--dry-run", "--version", "2.13.0", "--way", "cpu")
+    assert "1. 2.13.0-cpu\n" in result.stdout
+    assert result.stdout.count("torch==2.13.0\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,5 +83,29 @@ def test_another_machines_facts_install_nothing(tmp_path: Path) -> None:
 
 def test_without_a_terminal_and_without_yes_nothing_is_installed(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--way", "cpu"])
-    assert str(result.exception) == "install 2.13-cpu? there is no terminal to ask on\nhint: pass --yes"
+    assert str(result.exception) == "no terminal to ask on: install 2.13-cpu?\nhint: pass --yes"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_installed_already_is_activated_without_a_question(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home" / "torch")
+    store.path("2.13-cpu").mkdir(parents=True)
+    codec.write(Variant(name="2.13-cpu", backend="cpu", torch="2.13.0+cpu"), store.path("2.13-cpu") / RECORD)
+    result = CliRunner().invoke(app, ["--way", "cpu"])
+    assert result.exit_code == 0
+    assert result.stdout.endswith("\n1. 2.13-cpu\n   installed already\n")
+    assert active_variant(tmp_path) == "2.13-cpu"
+
+
+def test_the_disk_that_counts_is_that_of_the_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def read_disk(folder: Path) -> Disk:
+        asked.append(folder)
+        return Disk(free_bytes=2**20)
+
+    monkeypatch.setattr("outrider.machine.host.read_disk", read_disk)
+    (tmp_path / "home").mkdir()
+    result = CliRunner().invoke(app, ["--way", "cpu", "--yes"])
+    assert str(result.exception).startswith("the plan takes about 1.0 GiB of disk, 0.0 GiB are free\n")
+    assert asked == [tmp_path / "home"]

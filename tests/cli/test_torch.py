@@ -1,24 +1,28 @@
-"""`outrider torch`: the commands over variants that stand in for real ones."""
+"""`outrider torch`: the commands over variants that stand in for real ones, and over one real torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from outrider.cli.main import app as everything
 from outrider.cli.torch import app
 from outrider.machine import codec
 from outrider.machine.variants import RECORD, Store, Variant, active_variant
 
 FACTS = Path(__file__).parent.parent / "machine" / "facts"
+INSTALL = [sys.executable, "-m", "outrider", "torch", "install", "cpu", "--version", "2.12", "--only-torch"]
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_removing_the_active_variant_asks_first(store: Store) -> None:
     call("activate", "2.13-cpu")
     result = call("remove", "2.13-cpu")
     assert str(result.exception) == (
-        "2.13-cpu is active in this project, remove it? there is no terminal to ask on\nhint: pass --yes"
+        "no terminal to ask on: 2.13-cpu is active in this project, remove it?\nhint: pass --yes"
     )
     assert store.get("2.13-cpu")
 
@@ -111,21 +115,69 @@ def test_a_build_that_cannot_work_exits_with_a_finding(store: Store) -> None:
     assert "export TORCH_CUDA_ARCH_LIST='6.1;12.0'\n" in result.stdout
 
 
-def test_ctrl_c_during_an_install_leaves_nothing_and_nobody(store: Store, tmp_path: Path) -> None:
-    # A uv that has begun to write and would go on for a minute.
+def test_a_build_that_cannot_work_is_refused_before_anyone_is_asked(store: Store, tmp_path: Path) -> None:
+    result = call("build", "--archs", "6.1;12.0", "--jobs", "10000")
+    assert str(result.exception).startswith("this machine cannot build torch: ")
+    assert "memory: 10000 jobs take about 40000 GiB, " in str(result.exception)
+
+
+def test_a_refresh_goes_on_after_a_broken_variant(store: Store) -> None:
+    python = store.interpreter("2.13-cu126")
+    python.parent.mkdir()
+    answer = {"python": "3.12.3", "version": "2.13.0+cu126", "cuda": "12.6", "archs": ["sm_60"], "num_devices": 0}
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    python.chmod(0o755)
+    result = call("refresh")
+    assert result.exit_code == 1
+    assert "error: the torch of 2.13-cpu cannot be imported: cannot start " in result.stderr
+    assert result.stdout.splitlines()[1:] == [
+        "    sm_60",
+        "    differs from the wheel table of 2026-11-15: lacks sm_50 sm_70 sm_75 sm_80 sm_86 sm_90",
+    ]
+
+
+def test_a_variant_whose_record_is_spoilt_can_be_removed(store: Store) -> None:
+    (store.path("2.13-cpu") / RECORD).write_text("{}")
+    result = call("list")
+    assert str(result.exception) == (
+        "torch variant 2.13-cpu cannot be read: variant.json: missing name, backend, torch\n"
+        "hint: take it away and install it again: outrider torch remove 2.13-cpu"
+    )
+    assert call("remove", "2.13-cpu").exit_code == 0
+    assert store.names() == ("2.13-cu126",)
+
+
+@pytest.fixture
+def slow_install(store: Store, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """An install of 2.12-cpu whose uv has begun to write and would go on for a minute."""
     uv = tmp_path / "bin" / "uv"
     uv.parent.mkdir()
     uv.write_text('#!/bin/sh\nfor last; do :; done\nmkdir -p "$last/bin"\nexec sleep 60\n')
     uv.chmod(0o755)
     environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
-    program = "from outrider.cli.torch import app; app()"
-    command = [sys.executable, "-c", program, "install", "cpu", "--version", "2.12", "--only-torch"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as install:
+    with subprocess.Popen(INSTALL, env=environment, stderr=subprocess.PIPE, text=True) as install:
         wait_for(store.folder / ".partial-2.12-cpu" / "bin")
-        install.send_signal(signal.SIGINT)
-        assert install.wait(timeout=30) != 0
+        yield install
+        install.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_install_leaves_nothing_and_nobody(
+    store: Store, slow_install: subprocess.Popen[str], number: signal.Signals, exit_code: int
+) -> None:
+    slow_install.send_signal(number)
+    assert slow_install.wait(timeout=30) == exit_code
     assert not (store.folder / ".partial-2.12-cpu").exists()
     assert not store.path("2.12-cpu").exists()
+
+
+def test_a_second_install_of_the_same_name_is_told_to_wait(store: Store, slow_install: subprocess.Popen[str]) -> None:
+    second = subprocess.run(INSTALL, capture_output=True, text=True, timeout=60)
+    assert (second.returncode, second.stdout) == (1, "")
+    assert second.stderr == (
+        f"error: torch variant 2.12-cpu is being installed by process {slow_install.pid}\nhint: wait for it to end\n"
+    )
+    assert (store.folder / ".partial-2.12-cpu").exists()
 
 
 def wait_for(path: Path, timeout_s: float = 30.0) -> None:
@@ -133,6 +185,44 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
     while not path.exists():
         assert time.monotonic() < deadline_s, f"{path} did not appear within {timeout_s:g} s"
         time.sleep(0.02)
+
+
+def outrider(*arguments: str) -> str:
+    """The stdout of the program in a process of its own."""
+    command = [sys.executable, "-m", "outrider", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_real_torch_is_installed_used_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_uv_find_torch(monkeypatch)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("import torch; print(torch.__version__, torch.ones(3).sum().item())\n")
+
+    installed = outrider("torch", "install", "cpu", "--version", "2.13.0", "--only-torch")
+    outrider("torch", "activate", "2.13.0-cpu")
+
+    assert installed.startswith("  2.13.0-cpu ")
+    assert outrider("torch", "list").startswith("* 2.13.0-cpu ")
+    assert outrider("run", "script.py") == "2.13.0+cpu 3.0\n"
+    assert json.loads(outrider("torch", "info", "2.13.0-cpu", "--json"))["torch"] == "2.13.0+cpu"
+    outrider("torch", "remove", "2.13.0-cpu", "--yes")
+    assert outrider("torch", "list") == ""
+
+
+def let_uv_find_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU build from the folder of wheels that pip uses, else from its index; skip where there is neither."""
+    folder = Path(os.environ.get("PIP_FIND_LINKS", "nowhere"))
+    if any(folder.glob("torch-2.13.0*.whl")):
+        monkeypatch.setenv("OUTRIDER_FIND_LINKS", str(folder))
+        return
+    monkeypatch.delenv("OUTRIDER_FIND_LINKS", raising=False)
+    try:
+        socket.create_connection(("download.pytorch.org", 443), timeout=5).close()
+    except OSError:
+        pytest.skip("no torch 2.13.0 wheel in PIP_FIND_LINKS, and the index of its CPU builds cannot be reached")
 
 
 def test_run_uses_the_active_variant(store: Store) -> None:
@@ -149,3 +239,32 @@ def test_run_uses_the_active_variant(store: Store) -> None:
     command = [sys.executable, "-c", program, "--devices", "cpu,cpu@0.5", "train.py", "--epochs", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.stdout == f"{python} train.py --epochs 2 cpu,cpu@0.5\n"
+
+
+def test_run_says_where_the_active_variant_is_gone(store: Store) -> None:
+    call("activate", "2.13-cpu")
+    store.remove("2.13-cpu")
+    Path("train.py").touch()
+    result = CliRunner().invoke(everything, ["run", "train.py"])
+    assert str(result.exception) == (
+        "torch variant 2.13-cpu is active in this project, but not installed\n"
+        "hint: install it, choose another with `outrider torch activate`, or delete "
+        f"{Path.cwd() / '.outrider' / 'torch'}"
+    )
+
+
+def test_run_says_where_the_python_of_the_active_variant_is_gone(store: Store) -> None:
+    call("activate", "2.13-cpu")
+    Path("train.py").touch()
+    result = CliRunner().invoke(everything, ["run", "train.py"])
+    assert str(result.exception) == (
+        f"the Python of torch variant 2.13-cpu is gone: {store.interpreter('2.13-cpu')}\n"
+        "hint: outrider torch remove 2.13-cpu, then install it again"
+    )
+
+
+def test_run_says_which_script_is_missing(store: Store) -> None:
+    result = CliRunner().invoke(everything, ["run", "tran.py"])
+    assert str(result.exception) == (
+        "there is no script tran.py\nhint: outrider's own options come before it, the script's after it"
+    )

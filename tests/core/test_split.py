@@ -359,5 +359,12 @@ def test_no_rank_is_left_with_a_single_sample_of_several(samples: list[int]) -> 
     assert 1 not in parts or sum(samples) == 1
 
 
+def test_what_is_learned_leaves_no_rank_with_a_single_sample() -> None:
+    splitter = Splitter(world_size=2)
+    # The best would be 31 and 1: the second rank takes as long for one sample as the first for almost all.
+    run(splitter, 40, [(0.0, 1.0), (30.0, 1.0)], total=32)
+    assert splitter.next(32).samples == (32, 0)
+
+
 def test_a_single_sample_stays_where_no_other_rank_has_room() -> None:
     assert without_singles((1, 4), caps=(None, 4)) == (1, 4)

@@ -19,6 +19,7 @@ from outrider.machine.devices import (
     parse_devices,
     resolve_devices,
     threads_per_rank,
+    visible_cards,
 )
 
 EXAMPLES = "devices look like cuda:0, cpu, cpu@0.4 or cuda:0%30"
@@ -170,6 +171,12 @@ def test_cuda_devices_are_those_that_cuda_would_show(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("GPU-aa-1", "GPU-bb-2"))
     assert cuda_devices(visible) == names
+
+
+def test_visible_devices_are_traced_back_to_their_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("GPU-aa-1", "GPU-bb-2"))
+    assert visible_cards({}) == (0, 1)
+    assert visible_cards({"CUDA_VISIBLE_DEVICES": "GPU-bb,0,MIG-1234"}) == (1, 0, None)
 
 
 def test_a_missing_driver_means_no_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_a_driver_too_old_for_any_torch_is_refused() -> None:
     assert driver_refusal(facts, facts.gpus, load_table()) == Refusal(
         what="driver 470.256.02 is too old",
         reasons=("torch 2.8 or newer needs driver 525.60.13 for NVIDIA GeForce RTX 2080 Ti (sm_75), found 470.256.02",),
-        ways_out=("update the NVIDIA driver to 525.60.13 or newer", "train on the CPU: --way cpu"),
+        ways_out=("update the NVIDIA driver to 525.60.13 or newer", "train on the CPU: outrider setup --way cpu"),
     )
 
 

@@ -98,6 +98,12 @@ def test_the_host_backend_is_assumed_where_nccl_failed() -> None:
     assert found.backend == "cpu"
 
 
+def test_a_setting_that_nccl_needs_is_among_the_assumptions() -> None:
+    found = forecast(recorded("rtx4080-rtx3070"))
+    assert found is not None
+    assert found.assumptions[1] == "backend nccl: NCCL passed its all-reduce with NCCL_P2P_DISABLE=1"
+
+
 @pytest.mark.parametrize("machine", ["no-gpu", "h200", "rtx5060ti-gtx1060-bare", "broken-torch"])
 def test_there_is_no_forecast_for_fewer_than_two_measured_cards(machine: str) -> None:
     assert forecast(recorded(machine)) is None

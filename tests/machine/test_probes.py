@@ -79,6 +79,11 @@ def test_a_device_that_fails_says_so(tmp_path: Path) -> None:
     assert (speed.matmul_tflops, speed.error) == (None, "RuntimeError: out of memory")
 
 
+def test_cards_are_numbered_by_bus_while_they_are_measured(tmp_path: Path) -> None:
+    speed = measure_speed(stand_in(tmp_path, 'echo "$CUDA_DEVICE_ORDER" >&2; exit 1'), "cuda:0")
+    assert speed.error == "PCI_BUS_ID"
+
+
 def test_only_cards_with_code_in_the_build_are_measured(tmp_path: Path) -> None:
     facts = Facts(host=Host(system="Linux", architecture="x86_64"), gpus=(card(0), card(1, "6.1")))
     assert usable_cards(facts, stand_in(tmp_path, "true")) == (facts.gpus[0],)

@@ -91,7 +91,10 @@ def test_pascal_beside_blackwell_can_be_built_with_cuda_12_9() -> None:
 def test_a_card_that_nothing_compiles_for_is_refused_with_ways_out() -> None:
     resolution = resolve(machine("3.5"), table=TABLE)
     assert resolution.way == "none"
-    assert resolution.ways_out == ("leave a card out: --cards", "train on the CPU: --way cpu")
+    assert resolution.ways_out == (
+        "leave a card out: outrider setup --cards",
+        "train on the CPU: outrider setup --way cpu",
+    )
 
 
 def test_pascal_beside_blackwell_on_bare_metal_is_refused_with_ways_out() -> None:

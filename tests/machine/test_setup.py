@@ -11,7 +11,7 @@ from outrider.errors import ConfigError, DeviceError
 from outrider.machine import codec
 from outrider.machine.facts import Disk, Facts, load_facts
 from outrider.machine.resolve import resolve
-from outrider.machine.setup import Plan, carry_out, check_room, make_plan, render_plan, single_recipe
+from outrider.machine.setup import Plan, carry_out, check_possible, make_plan, render_plan, single_recipe
 from outrider.machine.variants import RECORD, Store, Variant, active_variant
 from outrider.machine.wheels import load_table
 
@@ -64,7 +64,7 @@ def test_only_commands_are_wider_than_a_terminal() -> None:
 def test_a_disk_that_is_too_small_stops_the_plan() -> None:
     facts = replace(recorded("h200"), disk=Disk(free_bytes=2**30))
     with pytest.raises(DeviceError) as caught:
-        check_room(planned("h200"), facts)
+        check_possible(planned("h200"), facts)
     assert str(caught.value) == (
         "the plan takes about 7.0 GiB of disk, 1.0 GiB are free\n"
         "hint: make room, or set OUTRIDER_HOME to a folder on a larger disk"

@@ -35,7 +35,7 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path) -> None:
 def test_a_torch_that_crashes_is_a_finding(tmp_path: Path) -> None:
     build = ask_torch(interpreter(tmp_path, "kill -SEGV $$"), origin="PATH")
     assert build is not None
-    assert build.error == "exit code -11, no output"
+    assert build.error == "ended by SIGSEGV, no output"
 
 
 def test_a_torch_that_hangs_is_a_finding(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from outrider.machine.variants import (
     active_interpreter,
     active_variant,
     deactivate,
+    existing_folder,
     project_root,
     size_of,
 )
@@ -95,8 +96,9 @@ def test_an_active_variant_that_is_gone_is_an_error(tmp_path: Path) -> None:
     add(store, "2.13-cpu")
     activate(tmp_path, store, "2.13-cpu")
     store.remove("2.13-cpu")
-    with pytest.raises(ConfigError, match=r"no torch variant '2.13-cpu'"):
+    with pytest.raises(ConfigError) as caught:
         active_interpreter(tmp_path, store)
+    assert caught.value.message == "torch variant 2.13-cpu is active in this project, but not installed"
 
 
 def test_deactivating_goes_back_to_this_python(tmp_path: Path) -> None:
@@ -133,3 +135,8 @@ def test_hard_links_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"x" * 1000)
     (tmp_path / "two").hardlink_to(tmp_path / "one")
     assert size_of(tmp_path) == 1000
+
+
+def test_the_disk_of_a_folder_to_be_made_is_that_of_its_nearest_parent(tmp_path: Path) -> None:
+    assert existing_folder(tmp_path / "not" / "yet") == tmp_path
+    assert existing_folder(tmp_path) == tmp_path

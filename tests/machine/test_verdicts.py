@@ -40,10 +40,10 @@ def found(facts: Facts, check: str) -> list[Verdict]:
         ("rtx4090-gt1030", 0, set()),
         ("mig-slices", 0, set()),
         ("rtx4080-rtx3070", 1, {"all-reduce"}),
-        ("rtx5060ti-gtx1060-bare", 1, {"driver", "build"}),
+        ("rtx5060ti-gtx1060-bare", 1, {"driver"}),
         ("rtx5060ti-gtx1060-wsl2", 1, {"build"}),
         ("rtx5060ti-gtx1060-wsl2-conda", 1, {"all-reduce"}),
-        ("old-driver", 1, {"driver"}),
+        ("old-driver", 1, {"driver", "build"}),
         ("broken-torch", 1, {"torch"}),
         ("unreadable-nvml", 3, {"sight"}),
     ],
@@ -79,9 +79,41 @@ def test_a_cpu_build_beside_a_card_is_a_failure() -> None:
 
 
 def test_pascal_cannot_compile() -> None:
-    (verdict,) = found(recorded("rtx4090-gt1030"), "compile")
-    assert verdict.level == "warning"
-    assert verdict.what == "torch.compile does not work on NVIDIA GeForce GT 1030 (sm_61)"
+    newer, pascal = found(recorded("rtx4090-gt1030"), "compile")
+    assert (newer.level, newer.what) == ("ok", "torch.compile can serve NVIDIA GeForce RTX 4090 (sm_89)")
+    assert (pascal.level, pascal.what) == (
+        "warning",
+        "torch.compile does not work on NVIDIA GeForce GT 1030 (sm_61)",
+    )
+
+
+def test_a_build_whose_cuda_is_too_new_for_the_driver_is_a_failure() -> None:
+    facts = recorded("rtx3090-rtx3060")
+    newer = replace(facts.torches[0], version="2.13.0+cu130", cuda="13.0")
+    verdict = found(replace(facts, torches=(newer,), speeds=()), "build")[0]
+    assert verdict == Verdict(
+        check="build",
+        level="failure",
+        what="torch 2.13.0+cu130 does not run on NVIDIA GeForce RTX 3090 (sm_86)",
+        why="its CUDA 13.0 needs driver 580.65.06, found 550.163.01",
+        hint="update the driver, or run `outrider setup --dry-run` for a build that fits",
+    )
+
+
+def test_a_card_that_was_seen_to_compute_is_believed() -> None:
+    facts = recorded("rtx3090-rtx3060")
+    newer = replace(facts.torches[0], version="2.13.0+cu130", cuda="13.0")
+    assert [verdict.level for verdict in found(replace(facts, torches=(newer,)), "build")] == ["ok", "ok"]
+
+
+def test_a_card_that_no_driver_serves_is_told_once() -> None:
+    verdicts = judged(recorded("rtx5060ti-gtx1060-bare")).verdicts
+    assert [verdict.check for verdict in verdicts if "GTX 1060" in verdict.what + verdict.why] == ["driver"]
+
+
+def test_cards_hidden_from_cuda_are_counted() -> None:
+    (verdict,) = found(replace(recorded("h200"), num_hidden=1), "sight")
+    assert (verdict.level, verdict.what) == ("ok", "1 card hidden by CUDA_VISIBLE_DEVICES, and not looked at")
 
 
 def test_a_cudnn_without_code_for_volta_is_a_failure() -> None:
@@ -160,7 +192,7 @@ def test_mig_mode_without_a_slice_is_a_failure() -> None:
 
 def test_mig_slices_are_named() -> None:
     (verdict,) = found(recorded("mig-slices"), "mig")
-    assert "MIG 3g.40gb, NVIDIA A100-SXM4-80GB MIG 1g.10gb" in verdict.why
+    assert "MIG 3g.40gb, MIG 1g.10gb; " in verdict.why
 
 
 def test_a_throttled_card_and_a_narrow_link_are_warnings() -> None:

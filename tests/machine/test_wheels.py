@@ -91,7 +91,7 @@ def test_a_version_below_the_minimum_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         check_version("2.6", TABLE)
     assert str(caught.value) == (
-        "outrider needs torch 2.8 or newer, got 2.6\nhint: known versions: 2.13, 2.15, 2.14, 2.12, 2.11, 2.10, 2.9, 2.8"
+        "outrider needs torch 2.8 or newer, got 2.6\nhint: known versions: 2.15, 2.14, 2.13, 2.12, 2.11, 2.10, 2.9, 2.8"
     )
 
 
@@ -105,12 +105,20 @@ def test_a_word_is_no_version() -> None:
         check_version("newest", TABLE)
 
 
-def test_a_backend_that_a_version_does_not_have_is_refused_with_the_nearest() -> None:
+def test_a_backend_that_a_version_does_not_have_is_refused_with_those_it_has() -> None:
     with pytest.raises(ConfigError) as caught:
         check_backend("cu131", "2.9", TABLE)
     assert str(caught.value) == (
-        "there is no cu131 build of torch 2.9\n"
-        "hint: did you mean cu130? there are cpu, rocm7.2, cu128, cu130, cu126, or auto"
+        "there is no cu131 build of torch 2.9\nhint: there are cpu, rocm7.2, cu128, cu130, cu126, or auto"
+    )
+
+
+def test_a_mistyped_backend_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_backend("cpuu", "2.9", TABLE)
+    assert str(caught.value) == (
+        "there is no cpuu build of torch 2.9\n"
+        "hint: did you mean cpu? there are cpu, rocm7.2, cu128, cu130, cu126, or auto"
     )
 
 

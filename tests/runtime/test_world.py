@@ -168,6 +168,12 @@ def test_a_rank_that_never_starts_is_named_and_nothing_is_left() -> None:
 
 
 @pytest.mark.usefixtures("same_threads_afterwards")
+def test_a_slice_whose_share_nobody_set_is_refused_before_cuda_starts() -> None:
+    with pytest.raises(DeviceError, match="rank 0 is to use cuda:99%12, but CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is not"):
+        World.join(lonely_link("cuda:99%12"), timeout_s=5)
+
+
+@pytest.mark.usefixtures("same_threads_afterwards")
 def test_a_device_that_torch_does_not_find_is_an_error_of_that_rank() -> None:
     with pytest.raises(DeviceError) as caught:
         World.join(lonely_link("cuda:99"), timeout_s=5)
@@ -188,10 +194,12 @@ def test_the_loopback_interface_is_one_of_this_machine() -> None:
     [
         ("auto", "cpu,cpu@0.4", "cpu", "auto: rank 0 is on cpu, and nccl joins CUDA devices only"),
         ("auto", "cuda:0,cpu", "cpu", "auto: rank 1 is on cpu, and nccl joins CUDA devices only"),
-        ("auto", "cuda:0,cuda:0", "cpu", "auto: ranks 0 and 1 share cuda:0, and nccl needs a device per rank"),
-        ("auto", "cuda:0%80,cuda:0%16", "cpu", "auto: rank 0 is on cuda:0%80, and nccl needs whole devices"),
-        ("auto", "cuda:0,cuda:1", "nccl", "auto: every rank has a whole CUDA device of its own"),
-        ("nccl", "cuda:0,cuda:1", "nccl", "asked for"),
+        ("auto", "cuda:0,cuda:0", "cpu", "auto: ranks 0 and 1 share cuda:0 without slices, where nccl is slower"),
+        ("auto", "cuda:0%80,cuda:0%16", "nccl", "auto: every rank has a CUDA device, or a slice of one, of its own"),
+        ("auto", "cuda:0%80,cuda:0", "nccl", "auto: every rank has a CUDA device, or a slice of one, of its own"),
+        ("auto", "cuda:0,cuda:1", "nccl", "auto: every rank has a CUDA device, or a slice of one, of its own"),
+        ("nccl", "cuda:0,cuda:0", "nccl", "asked for"),
+        ("nccl", "cuda:0%80,cuda:0%16", "nccl", "asked for"),
         ("cpu", "cuda:0,cuda:1", "cpu", "asked for"),
     ],
 )

@@ -13,6 +13,7 @@ from outrider.api.handle import Run
 from outrider.api.options import make_order
 from outrider.api.train import start
 from outrider.average.outer import Outer
+from outrider.data.augmented_feed import AugmentFunction
 from outrider.errors import ConfigError, nearest
 from outrider.replica.recipe import EvaluateFunction, ModelSource, OptimizerFactory, SchedulerFactory, StepFunction
 from outrider.runtime.context import EpochContext
@@ -138,9 +139,29 @@ class DdpBuilder:
         """Precision of forward and backward."""
         return self._with("precision", name)
 
+    def execution(self, name: Literal["auto", "eager", "compile", "graph"]) -> DdpBuilder:
+        """How steps run."""
+        return self._with("execution", name)
+
+    def memory_format(self, name: Literal["auto", "channels_last", "contiguous"]) -> DdpBuilder:
+        """How the weights of convolutions lie in memory."""
+        return self._with("memory_format", name)
+
+    def fused_optimizer(self, is_on: bool | Literal["auto"]) -> DdpBuilder:
+        """One kernel for all parameters."""
+        return self._with("fused_optimizer", is_on)
+
+    def tf32(self, is_on: bool | Literal["auto"]) -> DdpBuilder:
+        """Shorter mantissas in fp32 products."""
+        return self._with("tf32", is_on)
+
     def scheduler(self, factory: SchedulerFactory) -> DdpBuilder:
         """Learning-rate schedule, advanced by samples of the whole world."""
         return self._with("scheduler", factory)
+
+    def augment(self, function: AugmentFunction) -> DdpBuilder:
+        """Change training batches on the device: `function(batch, keys)`, keyed by seed, epoch and sample."""
+        return self._with("augment", function)
 
     def lr_scale(self, factor: float | Literal["auto"]) -> DdpBuilder:
         """Multiply the optimizer's learning rate."""
@@ -213,3 +234,7 @@ class DdpBuilder:
     def record_schedule(self, is_on: bool) -> DdpBuilder:
         """Write `schedule.json`: every step and average, as the lab can replay them."""
         return self._with("record_schedule", is_on)
+
+    def sample_utilization(self, is_on: bool) -> DdpBuilder:
+        """Sample how busy the devices are, ten times a second; on unless switched off."""
+        return self._with("sample_utilization", is_on)

@@ -18,12 +18,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from outrider.errors import OutriderError
+from outrider.errors import DataError, OutriderError
 from outrider.runtime.folder import RunFolder, load_into, load_model
 from outrider.runtime.messages import Link, Message
 from outrider.runtime.metrics import EpochMetrics, from_json
 from outrider.runtime.ranks import Ranks
 from outrider.runtime.record import close_record
+from outrider.timeline.exports import complete_run
+from outrider.timeline.sampler import Sampler
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -33,6 +35,7 @@ hint: call join() on the handle to wait for the run, or stop() and join() to end
 _FAILED_UNSEEN = """\
 outrider: the run in {folder} failed, and the program did not look: {error}
 hint: call join() on the handle, which raises what made a run fail"""
+_NO_TIMELINE = "outrider: the run in {folder} is complete, its timeline is not: {error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,14 +124,25 @@ class Run(abc.ABC):
 class StartedRun(Run):
     """A run whose ranks this program started."""
 
-    def __init__(self, ranks: Ranks, folder: RunFolder, *, on_message: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        folder: RunFolder,
+        *,
+        on_message: Callable[[Message], None],
+        sampler: Sampler | None = None,
+    ) -> None:
         super().__init__(folder)
         self.ranks = ranks
+        self._sampler = sampler
+        self._is_concluded = False
         self._on_message = on_message
         self._record_before = folder.read_json("record.json")
         self._is_closed = False
         self._starter_pid = os.getpid()
         atexit.register(self._end_at_exit)
+        if sampler is not None:
+            sampler.begin()
 
     @property
     def is_running(self) -> bool:
@@ -170,6 +184,8 @@ class StartedRun(Run):
         """Once all ranks have ended: raise what made them fail, and have the record say so."""
         self.ranks.wait()
         atexit.unregister(self._end_at_exit)
+        if self._sampler is not None:
+            self._sampler.end()
         try:
             self.ranks.raise_error()
         except OutriderError as error:
@@ -177,6 +193,9 @@ class StartedRun(Run):
             raise
         if self._is_closed:
             raise _closed_error()
+        if not self._is_concluded:
+            self._is_concluded = True
+            complete_timeline(self.run_dir, self._sampler)
 
     def _advance(self, timeout_s: float | None) -> bool:
         try:
@@ -238,6 +257,14 @@ class AdoptedRun(Run):
     def _has_more(self) -> bool:
         # One epoch per poll: training happens here, and the caller has its own work to do.
         return False
+
+
+def complete_timeline(folder: Path, sampler: Sampler | None = None) -> None:
+    """What a run leaves behind besides its model and record; a disk that fills up now does not make the run fail."""
+    try:
+        complete_run(folder, sampler)
+    except DataError as error:
+        print(_NO_TIMELINE.format(folder=folder, error=error), file=sys.stderr)
 
 
 def _closed_error() -> OutriderError:

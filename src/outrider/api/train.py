@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
 
-from outrider.api.handle import AdoptedRun, Run, StartedRun
+from outrider.api.handle import AdoptedRun, Run, StartedRun, complete_timeline
 from outrider.api.options import Options, Order, make_order
 from outrider.data.feed import open_dataset
 from outrider.data.table import as_table
-from outrider.errors import DeviceError, OutriderError
-from outrider.machine.devices import cuda_devices, resolve_devices
+from outrider.errors import OutriderError
+from outrider.machine.devices import DeviceSpec, cuda_devices, num_cores, resolve_devices, threads_per_rank
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
 from outrider.runtime import checkpoint
@@ -30,8 +30,10 @@ from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, Message, adopted_link, describe_error, rebuild_error
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.rank import RunSetting, check_num_samples, train_rank
+from outrider.runtime.ranks import Ranks
 from outrider.runtime.record import close_record
 from outrider.runtime.world import World, choose_backend
+from outrider.timeline.sampler import Sampler, Worker
 
 _RUNS = "runs"
 
@@ -64,7 +66,6 @@ def start(order: Order, *, on_message: Callable[[Message], None] = lambda messag
 def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
     resolved = resolve_devices(order.config.devices, cuda_devices=cuda_devices())
     choice = choose_backend(order.config.backend, resolved.devices)
-    _refuse_slices(resolved.devices)
     _check(order, world_size=len(resolved.devices))
     devices = tuple(str(spec) for spec in resolved.devices)
     reasons = {"devices": resolved.reason, "backend": choice.reason}
@@ -79,7 +80,21 @@ def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
             port=order.config.port,
             num_threads=order.config.threads_per_rank,
         )
-    return StartedRun(ranks, folder, on_message=on_message)
+    sampler = make_sampler(order, ranks, resolved.devices, origin_s=setting.origin_s)
+    return StartedRun(ranks, folder, on_message=on_message, sampler=sampler)
+
+
+def make_sampler(order: Order, ranks: Ranks, devices: Sequence[DeviceSpec], *, origin_s: float) -> Sampler | None:
+    """What watches the utilization of the ranks' devices, where it is asked for."""
+    if not order.config.sample_utilization:
+        return None
+    num_threads = order.config.threads_per_rank
+    threads = threads_per_rank(devices, num_cores()) if num_threads is None else (num_threads,) * len(devices)
+    workers = [
+        Worker(rank=rank, device=str(spec), pid=pid, num_threads=threads[rank])
+        for rank, (spec, pid) in enumerate(zip(devices, ranks.pids, strict=True))
+    ]
+    return Sampler(workers, origin_s=origin_s, is_over=lambda: not ranks.is_running)
 
 
 def _check(order: Order, *, world_size: int) -> None:
@@ -138,7 +153,7 @@ def _adopt(order: Order, environment: Environment) -> Run:
 
 def _train_here(order: Order, link: Link, folder: RunFolder) -> Generator[EpochMetrics]:
     with World.join(link, timeout_s=order.config.timeout_s) as world:
-        choice = choose_backend(order.config.backend, world.specs)
+        choice = choose_backend(order.config.backend, world.specs, hosts=world.hosts)
         devices = tuple(str(spec) for spec in world.specs)
         wanted = order.config.run_dir or (_new_run_dir(order) if world.rank == 0 else "")
         shared = world.exchange_json({"folder": str(wanted), "origin_s": time.time()}, name="run folders")[0]
@@ -149,6 +164,8 @@ def _train_here(order: Order, link: Link, folder: RunFolder) -> Generator[EpochM
         setting = RunSetting(folder=folder.path, origin_s=shared["origin_s"], backend=choice.backend, devices=devices)
         with _recorded_end(link, folder):
             yield from train_rank(link, order.recipe, order.config, world=world, setting=setting)
+    if link.rank == 0:
+        complete_timeline(folder.path)
 
 
 @contextmanager
@@ -196,11 +213,3 @@ def _name_of(thing: object) -> str | None:
 def _new_run_dir(order: Order) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return new_folder(Path.cwd() / _RUNS, f"{stamp}-{order.recipe.policy}")
-
-
-def _refuse_slices(devices: tuple[Any, ...]) -> None:
-    for spec in devices:
-        if spec.share is not None:
-            raise DeviceError(
-                f"{spec}: slices of a GPU cannot be started yet", hint=f"pass {spec.torch_name} for the whole GPU"
-            )

@@ -5,15 +5,20 @@ Does not know what the tensors mean. Called by the averagers and the rank driver
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend, ErrorType
 
 from outrider.average.exchange import Exchange
 from outrider.errors import PeerLostError, WaitError
+
+_SPIN_S = 1e-3
+_TURN_S = 2e-5
 
 
 class Collective(Protocol):
@@ -24,6 +29,9 @@ class Collective(Protocol):
     def max_(self, tensors: Sequence[Tensor]) -> None: ...
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None: ...
+
+    def check_peers(self) -> None:
+        """Raise where a peer is known to be lost; asked while a wait for the device lasts."""
 
 
 class Exchanged(Protocol):
@@ -51,6 +59,7 @@ class GroupCollective:
         self.backend = dist.get_backend(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._communicator = _nccl_backend(group) if self.backend == "nccl" else None
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         self._all_reduce(tensors, dist.ReduceOp.SUM)
@@ -73,6 +82,19 @@ class GroupCollective:
         rows: list[list[int]] = table.tolist()
         return rows
 
+    def check_peers(self) -> None:
+        """NCCL tells nobody of a peer that went away: what waits for it on the device just never ends."""
+        if self._communicator is not None and self._communicator.get_error() != ErrorType.SUCCESS:
+            raise self._lost(f"over {self.backend}: its communicator failed")
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all that was started is done on the device as well; with Gloo it already is."""
+        if self._communicator is None:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        await_event(event, self, late=lambda: self._late(timeout_s), timeout_s=timeout_s)
+
     def _all_reduce(self, tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> None:
         self._run(tensors, lambda tensor: dist.all_reduce(tensor, operation, group=self._group, async_op=True))
 
@@ -87,12 +109,21 @@ class GroupCollective:
                     work.wait()
         except RuntimeError as error:
             num_bytes = sum(tensor.nbytes for tensor in tensors)
-            raise PeerLostError(
-                f"rank {self.rank} of {self.world_size} lost a peer while exchanging {self._what} "
-                f"({num_bytes:,} bytes over {self.backend}): {_first_line(error)}",
-                hint="look for the first error among the other ranks",
-                rank=self.rank,
-            ) from error
+            raise self._lost(f"({num_bytes:,} bytes over {self.backend}): {_first_line(error)}") from error
+
+    def _lost(self, trouble: str) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self.rank} of {self.world_size} lost a peer while exchanging {self._what} {trouble}",
+            hint="look for the first error among the other ranks",
+            rank=self.rank,
+        )
+
+    def _late(self, timeout_s: float) -> WaitError:
+        return WaitError(
+            f"rank {self.rank} waited {timeout_s:g} s for {self._what} to be summed by all {self.world_size} ranks",
+            hint="a rank may be stuck or far slower than the others: look at the rank logs",
+            rank=self.rank,
+        )
 
 
 @torch.no_grad()
@@ -112,6 +143,21 @@ def meet(exchanges: Sequence[Exchanged]) -> None:
             theirs.copy_(mine)
 
 
+def await_event(
+    event: torch.cuda.Event, collective: Collective, *, late: Callable[[], WaitError], timeout_s: float
+) -> None:
+    """Ask again and again: torch has no timeout for events, and a peer that is gone never completes one."""
+    started_s = time.monotonic()
+    while not event.query():
+        waited_s = time.monotonic() - started_s
+        if waited_s > timeout_s:
+            raise late()
+        collective.check_peers()
+        # Most sums end within a millisecond, which is about as long as the system's shortest sleep.
+        if waited_s > _SPIN_S:
+            time.sleep(_TURN_S)
+
+
 def overdue(exchange: Exchange, *, number: int, timeout_s: float) -> WaitError:
     """What to raise when the other ranks did not come."""
     return WaitError(
@@ -120,6 +166,12 @@ def overdue(exchange: Exchange, *, number: int, timeout_s: float) -> WaitError:
         hint="a rank may be stuck or far slower than the others: look at the rank logs",
         rank=exchange.rank,
     )
+
+
+def _nccl_backend(group: dist.ProcessGroup | None) -> Backend:
+    own = dist.group.WORLD if group is None else group
+    assert own is not None, "a group comes with its default"
+    return own._get_backend(torch.device("cuda"))
 
 
 def _first_line(error: BaseException) -> str:

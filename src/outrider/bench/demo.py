@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from outrider.bench.measures import samples_per_s
 from outrider.bench.modes import (
     DDP,
     TRAINED_POLICIES,
@@ -19,7 +20,6 @@ from outrider.bench.modes import (
     ideal_samples_per_s,
     parse_mode,
     run_mode,
-    samples_per_s,
     summarise,
 )
 from outrider.bench.tables import UNKNOWN, number, text_table

@@ -1,30 +1,37 @@
 """One mode of one task, run in processes of its own, and the summary of what it reached.
 
-Decides what the names of modes mean and how epochs become a summary; how ranks train is the runtime's or a peer's.
-Called by the demo and the benchmarks.
+Decides what the names of modes mean, which can run on given devices, and how epochs become a summary; how ranks train
+is the runtime's or a peer's. Called by the demo and the benchmarks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.api.handle import Run
 from outrider.api.options import Order, make_order
 from outrider.api.train import start
-from outrider.bench.peers.ddp import start_ddp
+from outrider.bench.measures import mean_over_time, samples_per_s, time_to_target_s
+from outrider.bench.peers import table
+from outrider.bench.peers.table import PEERS
+from outrider.bench.suite_options import PER_WORLD
 from outrider.bench.tasks import Task
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, DeviceError, nearest
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
 from outrider.runtime.messages import Message
 from outrider.runtime.metrics import EpochMetrics
+from outrider.runtime.world import choose_backend
 
 TRAINED_POLICIES = ("sync", "balanced", "cadence", "async")
+BACKENDS = ("cpu", "nccl")
 INDEPENDENT = "independent"
 DDP = "ddp"
 
+Starter = Callable[..., Run]
+"""Starts what was ordered: `starter(order, on_message=...)`."""
 OnMessage = Callable[[Message], None]
 
 
@@ -32,8 +39,8 @@ OnMessage = Callable[[Message], None]
 class Mode:
     """What the name of a mode asks for.
 
-    `solo-N` is the N-th device alone; `ddp` is torch's; `cpu-cadence` is a policy on a backend and `cadence` the same
-    on the backend that fits; `independent` is all devices without averaging: the ceiling, not a way to train.
+    `solo-N` is the N-th device alone; `cpu-cadence` is a policy on a backend and `cadence` the same on the backend that
+    fits; `independent` is all devices without averaging: the ceiling, not a way to train; all others are peers.
     `balanced` takes the task's batch for the whole world, so that it learns exactly as the solos do; in all other
     modes every rank has a batch of that size of its own.
     """
@@ -42,26 +49,56 @@ class Mode:
     policy: str
     backend: str = "auto"
     solo_rank: int | None = None
+    peer: str | None = None
+    """The name of a peer that trains instead of us."""
+
+    @property
+    def ends_as_one_model(self) -> bool:
+        """Ranks that never average have each their own model: there is nothing to evaluate."""
+        return self.policy != INDEPENDENT or self.solo_rank is not None
 
 
 def parse_mode(name: str, *, num_devices: int) -> Mode:
     """The mode of this name in a world of that many devices."""
-    if name == DDP:
-        return Mode(name=name, policy=DDP)
     solos = [f"solo-{rank}" for rank in range(num_devices)]
     if name in solos:
         return Mode(name=name, policy=INDEPENDENT, solo_rank=solos.index(name))
+    if name in PEERS:
+        return Mode(name=name, policy="sync", peer=name)
     backend, dash, policy = name.rpartition("-")
-    if policy in TRAINED_POLICIES and (not dash or backend in ("cpu", "nccl")):
+    if policy in TRAINED_POLICIES and (not dash or backend in BACKENDS):
         return Mode(name=name, policy=policy, backend=backend or "auto")
     if name == INDEPENDENT:
         return Mode(name=name, policy=INDEPENDENT)
-    valid = [*solos, DDP, INDEPENDENT, *(f"{kind}-{policy}" for kind in ("cpu", "nccl") for policy in TRAINED_POLICIES)]
+    valid = mode_names(num_devices)
     close = nearest(name, valid)
     raise ConfigError(
         f"no mode is called {name!r} for {num_devices} device{'' if num_devices == 1 else 's'}",
         hint=f"did you mean {close!r}?" if close else f"modes are {', '.join(valid)}",
     )
+
+
+def mode_names(num_devices: int) -> list[str]:
+    """All modes, in the order they are listed in."""
+    solos = [f"solo-{rank}" for rank in range(num_devices)]
+    policies = [f"{backend}-{policy}" for backend in BACKENDS for policy in TRAINED_POLICIES]
+    return [*solos, INDEPENDENT, *policies, *PEERS]
+
+
+def obstacle(mode: Mode, devices: Sequence[DeviceSpec]) -> str | None:
+    """Why a mode cannot run on these devices; None where it can."""
+    if mode.peer is not None:
+        return table.obstacle(PEERS[mode.peer], devices)
+    try:
+        choose_backend(mode.backend, devices if mode.solo_rank is None else [devices[mode.solo_rank]])
+    except DeviceError as error:
+        return error.message.partition(": ")[2]
+    return None
+
+
+def starter_of(mode: Mode) -> Starter:
+    """The one place where the name of a mode meets the function that starts it."""
+    return start if mode.peer is None else PEERS[mode.peer].start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,39 +116,46 @@ def run_mode(
     *,
     devices: Sequence[DeviceSpec],
     run_dir: Path,
+    settings: Mapping[str, Any] | None = None,
+    on_start: Callable[[], None] = lambda: None,
     on_message: OnMessage = lambda message: None,
 ) -> ModeResult:
-    """Train in new processes and wait for the end; interrupted, it leaves none of them behind."""
-    order = make_mode_order(mode, task, devices=devices, run_dir=run_dir)
-    begin = start_ddp if mode.policy == DDP else start
-    with begin(order, on_message=on_message) as run:
+    """Train in new processes and wait for the end; interrupted, it leaves none of them behind.
+
+    `settings` are options of `train()` set by hand; `on_start` is called once the run has its folder.
+    """
+    order = make_mode_order(mode, task, devices=devices, run_dir=run_dir, settings=settings or {})
+    with starter_of(mode)(order, on_message=on_message) as run:
+        on_start()
         trained = run.join()
     return ModeResult(mode=mode.name, epochs=trained.epochs, run_dir=trained.run_dir)
 
 
-def make_mode_order(mode: Mode, task: Task, *, devices: Sequence[DeviceSpec], run_dir: Path) -> Order:
+def make_mode_order(
+    mode: Mode, task: Task, *, devices: Sequence[DeviceSpec], run_dir: Path, settings: Mapping[str, Any] | None = None
+) -> Order:
     """The order of a run of `train()`; a solo gets the threads that its rank has in the whole world."""
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
         "epochs": task.epochs,
         "seed": task.seed,
-        "policy": "sync" if mode.policy == DDP else mode.policy,
+        "policy": mode.policy,
         "backend": mode.backend,
+        "scheduler": task.scheduler,
+        "augment": task.augment,
+        "max_grad_norm": task.max_grad_norm,
         "devices": [str(spec) for spec in devices],
         "run_dir": run_dir,
     }
+    options |= settings or {}
     if mode.solo_rank is not None:
         options["devices"] = [str(devices[mode.solo_rank])]
-        options["threads_per_rank"] = threads_per_rank(devices, num_cores())[mode.solo_rank]
-    if _ends_as_one_model(mode):
+        options.setdefault("threads_per_rank", threads_per_rank(devices, num_cores())[mode.solo_rank])
+        options = {name: value for name, value in options.items() if name not in PER_WORLD}
+    if mode.ends_as_one_model:
         options |= {"evaluate": task.evaluate, "eval_dataset": task.eval_dataset}
     required = {"model": task.model, "optimizer": task.optimizer, "step": task.step, "dataset": task.dataset}
     return make_order(required, options)
-
-
-def _ends_as_one_model(mode: Mode) -> bool:
-    """Ranks that never average have each their own model: there is nothing to evaluate."""
-    return mode.policy != INDEPENDENT or mode.solo_rank is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,29 +193,7 @@ def summarise(result: ModeResult, *, ideal: float | None, solo: float | None, ta
         eval=result.epochs[-1].eval,
         time_to_target_s=time_to_target_s(result.epochs, target),
         averages=sum(epoch.averages for epoch in result.epochs),
-        exposed_average_fraction=_mean_over_time(result.epochs, "exposed_average_fraction"),
-        wait_fraction=_mean_over_time(result.epochs, "wait_fraction"),
+        exposed_average_fraction=mean_over_time(result.epochs, "exposed_average_fraction"),
+        wait_fraction=mean_over_time(result.epochs, "wait_fraction"),
         run_dir=result.run_dir,
     )
-
-
-def after_warm_up(epochs: Sequence[EpochMetrics]) -> Sequence[EpochMetrics]:
-    """All but the first epoch, in which caches fill and the planner learns the paces; a single epoch stays."""
-    return epochs[1:] if len(epochs) > 1 else epochs
-
-
-def samples_per_s(epochs: Sequence[EpochMetrics]) -> float:
-    counted = after_warm_up(epochs)
-    return sum(epoch.samples for epoch in counted) / sum(epoch.seconds for epoch in counted)
-
-
-def time_to_target_s(epochs: Sequence[EpochMetrics], target: float | None) -> float | None:
-    if target is None:
-        return None
-    return next((epoch.train_s for epoch in epochs if epoch.eval is not None and epoch.eval >= target), None)
-
-
-def _mean_over_time(epochs: Sequence[EpochMetrics], name: str) -> float | None:
-    counted = after_warm_up(epochs)
-    mean = sum(getattr(epoch, name) * epoch.seconds for epoch in counted) / sum(epoch.seconds for epoch in counted)
-    return None if math.isnan(mean) else mean

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.bench.modes import INDEPENDENT, Mode, parse_mode, run_mode, samples_per_s
+from outrider.bench.measures import samples_per_s
+from outrider.bench.modes import INDEPENDENT, Mode, parse_mode, run_mode
 from outrider.bench.tables import UNKNOWN, text_table
 from outrider.bench.tasks import Task, model_named, speed_task
 from outrider.errors import ConfigError, OutriderError

@@ -1,6 +1,7 @@
 """What a benchmark trains: model, optimizer, data and target, the same for every mode.
 
-Decides sizes and learning rates of the demo's and the overhead benchmark's tasks. Starts nothing.
+Decides sizes and learning rates of the demo's and the overhead benchmark's tasks; the suite's are in `zoo`.
+Starts nothing. Called by the demo, the benchmarks and the zoo.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ from torch.utils.data import TensorDataset
 from outrider.bench.datasets.glyphs import NUM_CLASSES, SIDE, glyphs
 from outrider.bench.models.classification import accuracy, cross_entropy_step
 from outrider.bench.models.digits import lenet, mlp
+from outrider.data.augmented_feed import AugmentFunction
 from outrider.errors import ConfigError, nearest
-from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, StepFunction
+from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, SchedulerFactory, StepFunction
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "lenet": lenet}
 LEARNING_RATE = 1e-3
@@ -38,8 +40,17 @@ class Task:
     epochs: int
     evaluate: EvaluateFunction | None = None
     eval_dataset: Any = None
+    scheduler: SchedulerFactory | None = None
+    augment: AugmentFunction | None = None
+    max_grad_norm: float | None = None
+    metric: Literal["accuracy", "mse", "loss"] = "accuracy"
+    """What `evaluate` gives."""
+    larger_is_better: bool = True
     target: float | None = None
-    """The evaluation to reach; larger is better."""
+    """The evaluation to reach, for time to target."""
+    published: float | None = None
+    """What others report for real data; None where nothing is known or the data are a stand-in."""
+    is_stand_in: bool = False
     seed: int = 0
 
 
@@ -62,6 +73,7 @@ def demo_task(*, epochs: int, num_train: int = 3_000, num_test: int = 1_500) -> 
         evaluate=accuracy,
         eval_dataset=data.test,
         target=0.98,
+        is_stand_in=data.is_stand_in,
     )
 
 
@@ -76,6 +88,7 @@ def speed_task(model_name: str, *, epochs: int, num_samples: int) -> Task:
         dataset=partial(random_images, num_samples),
         batch_size=64,
         epochs=epochs,
+        is_stand_in=True,
     )
 
 

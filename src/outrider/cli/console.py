@@ -8,11 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
 
 from outrider.errors import ConfigError, OutriderError
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
+EXIT_SIGNAL = 128
+"""Plus the number of the signal, as shells count."""
 DEBUG = "OUTRIDER_DEBUG"
 """Set it to see the traceback of an error."""
 
@@ -32,6 +36,11 @@ def guarded(command: Callable[[], object]) -> int:
         say(error_text(error))
         return EXIT_ERROR
     return 0
+
+
+def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave by way of every `finally`, so that nothing half-made and nobody is left behind."""
+    raise SystemExit(EXIT_SIGNAL + number)
 
 
 def error_text(error: OutriderError) -> str:

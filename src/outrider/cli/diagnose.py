@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outrider.machine.diagnose import Diagnosis
     from outrider.machine.facts import Facts
 
-EPILOG = "Example: outrider diagnose --report > report.md. Exit code 0: no failure, 1: a failure, 3: cannot look."
+EPILOG = "Example: outrider diagnose --report > report.md"
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
@@ -25,26 +25,31 @@ def diagnose(
     facts: Annotated[Path | None, typer.Option("--facts", metavar="FILE", help="Judge recorded facts instead.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Skip the all-reduce and speed probes.")] = False,
 ) -> None:
-    """Find out what this machine has and what works on it, and say why."""
+    """Find out what this machine has and what works on it, and say why.
+
+    Exit code 0 without a failure, 1 with one, 3 where something cannot be looked at.
+    """
     from outrider.machine.diagnose import diagnose as judge
     from outrider.machine.wheels import load_table
 
+    if as_json and report:
+        # A usage error, exit code 2: 1 would say that the machine has a failure.
+        raise typer.BadParameter("--json and --report cannot be printed at once")
     diagnosis = judge(_gather(facts, quick), load_table())
     typer.echo(_document(diagnosis) if as_json else _report(diagnosis) if report else _text(diagnosis), nl=False)
     raise typer.Exit(diagnosis.exit_code)
 
 
 def _gather(recorded: Path | None, quick: bool) -> Facts:
-    from outrider.errors import DataError
+    from outrider.cli.console import error_text, say
+    from outrider.errors import OutriderError
     from outrider.machine.diagnose import EXIT_CANNOT_LOOK
     from outrider.machine.facts import load_facts
 
-    if recorded is None:
-        return _look(quick)
     try:
-        return load_facts(recorded)
-    except DataError as error:
-        typer.echo(f"error: {error}", err=True)
+        return load_facts(recorded) if recorded else _look(quick)
+    except OutriderError as error:
+        say(error_text(error))
         raise typer.Exit(EXIT_CANNOT_LOOK) from error
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import outrider
+from outrider.cli import completion
 from outrider.errors import ConfigError
 
 # What the code of a template calls: a project that cannot run would be a poor start.
@@ -21,7 +22,13 @@ EPILOG = "Example: outrider init stripes --template train && make -C stripes tra
 def init(
     name: Annotated[str, typer.Argument(help="The name of the project and of its folder.")],
     template: Annotated[
-        str, typer.Option("--template", help="loop: your own loop, train: one call, flow: a network as a flow.")
+        str,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            autocompletion=completion.templates,
+            help="loop: your own loop, train: one call, flow: a network as a flow.",
+        ),
     ] = "train",
     directory: Annotated[Path, typer.Option("--directory", help="The folder to make it in.")] = Path("."),
 ) -> None:

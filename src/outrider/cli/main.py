@@ -5,14 +5,15 @@ Decides nothing else. The commands import what they need when they run, so that 
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
 import typer
 
 from outrider._version import __version__
-from outrider.cli import demo, diagnose, init, run, setup, torch
-from outrider.cli.console import guarded
+from outrider.cli import bench, completion, demo, diagnose, init, run, setup, timeline, torch
+from outrider.cli.console import end_by_signal, guarded
 
 EPILOG = "Start with: outrider demo"
 
@@ -38,6 +39,17 @@ def outrider(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    show_completion: Annotated[
+        str | None,
+        typer.Option(
+            "--show-completion",
+            metavar="SHELL",
+            callback=completion.show,
+            is_eager=True,
+            autocompletion=completion.shells,
+            help="Print the script that makes bash, zsh, fish or pwsh complete this command.",
+        ),
+    ] = None,
 ) -> None:
     """Train one PyTorch model on devices of unequal speed, so that every device gives what it can."""
 
@@ -50,8 +62,12 @@ app.command(epilog=run.EPILOG, short_help="Run a script with this project's torc
     run.run
 )
 app.add_typer(torch.app, name="torch", short_help="Torch builds side by side, one active per project.")
+app.add_typer(bench.app, name="bench", short_help="Benchmark the suite's models in every mode, and report.")
+app.command(epilog=timeline.EPILOG, short_help="What happened in a run, and files for other tools.")(timeline.timeline)
 
 
 def main() -> None:
     """Run the command line of this process."""
+    completion.answer_shell()
+    signal.signal(signal.SIGTERM, end_by_signal)
     sys.exit(guarded(app))

@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.text import Text
 
 from outrider.bench.demo import Watcher
-from outrider.bench.modes import ModeResult, samples_per_s
+from outrider.bench.measures import samples_per_s
+from outrider.bench.modes import ModeResult
 from outrider.runtime.messages import Message
 
 _REFRESH_PER_S = 4

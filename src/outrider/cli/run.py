@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli import completion
+
 EPILOG = "Example: outrider run --devices cpu,cpu@0.4 train.py --epochs 2"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the script belongs to the script."""
@@ -19,7 +21,15 @@ DEVICES = "OUTRIDER_DEVICES"
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="The Python script to run; what follows it goes to it.")],
-    devices: Annotated[str | None, typer.Option("--devices", help="Devices of the ranks, cuda:0,cuda:1.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="LIST",
+            autocompletion=completion.devices,
+            help="Devices of the ranks, such as cuda:0,cuda:1 or cpu,cpu@0.4; auto for all.",
+        ),
+    ] = None,
 ) -> None:
     """Run a script with the active torch variant of this project."""
     import os
@@ -30,6 +40,7 @@ def run(
     _check_script(script)
     environment = {**os.environ, **_devices(devices)}
     interpreter = active_interpreter(project_root(Path.cwd()), Store.of_user()) or Path(sys.executable)
+    _check_interpreter(interpreter)
     command = [str(interpreter), str(script), *context.args]
     sys.stdout.flush()
     # Replaced, not started: signals and the exit code reach the script and the shell unchanged.
@@ -46,8 +57,21 @@ def _devices(devices: str | None) -> dict[str, str]:
     return {DEVICES: devices}
 
 
+def _check_interpreter(path: Path) -> None:
+    from outrider.errors import ConfigError
+
+    if not path.exists():
+        name = path.parent.parent.name
+        raise ConfigError(
+            f"the Python of torch variant {name} is gone: {path}",
+            hint=f"outrider torch remove {name}, then install it again",
+        )
+
+
 def _check_script(script: Path) -> None:
     from outrider.errors import ConfigError
 
     if not script.is_file():
-        raise ConfigError(f"there is no script {script}", hint="options of outrider come before the script")
+        raise ConfigError(
+            f"there is no script {script}", hint="outrider's own options come before it, the script's after it"
+        )

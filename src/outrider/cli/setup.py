@@ -6,43 +6,66 @@ Parses, calls, prints; the decision is in outrider.machine. Needs no working tor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from outrider.cli import completion
 
 if TYPE_CHECKING:
     from outrider.machine.facts import Facts
     from outrider.machine.resolve import Resolution, Way
+    from outrider.machine.variants import Store
 
-EPILOG = "Example: outrider setup --dry-run. Exit code 1: nothing can work here, and the ways out are named."
+EPILOG = "Example: outrider setup --dry-run"
 EXIT_NO_WAY = 1
 
 
 def setup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan with reasons and commands.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before large steps.")] = False,
-    version: Annotated[str | None, typer.Option("--version", metavar="X.Y", help="The torch version wanted.")] = None,
-    way: Annotated[str | None, typer.Option("--way", help="Only this way: cpu, wheel, conda, groups, build.")] = None,
-    cards: Annotated[str | None, typer.Option("--cards", metavar="0,1", help="Only these cards.")] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            "--version", metavar="X.Y", autocompletion=completion.versions, help="The torch version, 2.13 or 2.13.0."
+        ),
+    ] = None,
+    way: Annotated[
+        str | None,
+        typer.Option(
+            "--way",
+            metavar="WAY",
+            autocompletion=completion.ways,
+            help="Only this way: cpu, wheel, conda, groups or build.",
+        ),
+    ] = None,
+    cards: Annotated[
+        str | None,
+        typer.Option("--cards", metavar="0,1", help="Only these cards, as `outrider diagnose` numbers them."),
+    ] = None,
     facts: Annotated[Path | None, typer.Option("--facts", metavar="FILE", help="Plan for a recorded machine.")] = None,
 ) -> None:
-    """Decide which torch build fits all cards of this machine, say why, and install it."""
+    """Decide which torch build fits all cards of this machine, say why, and install it.
+
+    Exit code 1 where nothing can work here; the ways out are named.
+    """
     from outrider.machine import setup as machine
     from outrider.machine.variants import Store, project_root
     from outrider.machine.wheels import load_table
 
-    known, store = _facts(facts), Store.of_user()
+    store = Store.of_user()
+    known = recorded_or_here(facts, store)
     resolution = _resolve(known, version=version, way=way, cards=cards)
-    plan = machine.make_plan(resolution, facts=known, table=load_table(), store=store)
+    plan = machine.make_plan(resolution, facts=known, table=load_table(), store=store, torch=version)
     typer.echo(machine.render_plan(plan), nl=False)
     if resolution.way == "none":
         raise typer.Exit(EXIT_NO_WAY)
     if dry_run:
         return
     _check_is_here(facts)
-    machine.check_room(plan, known)
-    if not yes:
-        ask(f"install {' and '.join(step.name for step in plan.steps)}?")
+    machine.check_possible(plan, known)
+    if plan.missing and not yes:
+        ask(f"install {' and '.join(step.name for step in plan.missing)}?")
     machine.carry_out(plan, store=store, project=project_root(Path.cwd()))
     typer.echo(f"{plan.steps[0].name} is active in this project; `outrider run` uses it", err=True)
 
@@ -54,15 +77,17 @@ def ask(question: str) -> None:
     from outrider.errors import ConfigError
 
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} there is no terminal to ask on", hint="pass --yes")
+        raise ConfigError(f"no terminal to ask on: {question}", hint="pass --yes")
     typer.confirm(question, abort=True, err=True)
 
 
-def _facts(recorded: Path | None) -> Facts:
+def recorded_or_here(recorded: Path | None, store: Store) -> Facts:
+    """The facts of a file, or of this machine with the disk that the variants are on."""
     from outrider.machine.detect import detect_machine
     from outrider.machine.facts import load_facts
+    from outrider.machine.variants import existing_folder
 
-    return load_facts(recorded) if recorded else detect_machine(Path.cwd())
+    return load_facts(recorded) if recorded else detect_machine(existing_folder(store.folder))
 
 
 def _resolve(known: Facts, *, version: str | None, way: str | None, cards: str | None) -> Resolution:
@@ -76,17 +101,16 @@ def _resolve(known: Facts, *, version: str | None, way: str | None, cards: str |
 
 def _way(text: str | None) -> Way | None:
     from outrider.errors import ConfigError, nearest
-    from outrider.machine.resolve import Way
+    from outrider.machine.resolve import WAYS
 
-    ways: tuple[Way, ...] = tuple(name for name in get_args(Way) if name != "none")
     if text is None:
         return None
-    for name in ways:
+    for name in WAYS:
         if name == text:
             return name
-    close = nearest(text, ways)
+    close = nearest(text, WAYS)
     guess = f"did you mean {close}? " if close else ""
-    raise ConfigError(f"unknown way {text!r}", hint=f"{guess}ways are {', '.join(ways)}")
+    raise ConfigError(f"unknown way {text!r}", hint=f"{guess}ways are {', '.join(WAYS)}")
 
 
 def _cards(text: str | None) -> list[int] | None:

@@ -11,13 +11,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli import completion
+
 if TYPE_CHECKING:
     from outrider.machine.build import BuildPlan
     from outrider.machine.install import Recipe
     from outrider.machine.variants import Store, Variant
 
-app = typer.Typer(no_args_is_help=True, help="Torch builds side by side, exactly one active per project.")
+EPILOG = "Example: outrider torch install auto"
 
+app = typer.Typer(
+    no_args_is_help=True, epilog=EPILOG, help="Torch builds side by side, exactly one active per project."
+)
+
+_NONE = "no torch variant is installed; see `outrider torch install --help`"
+_Name = Annotated[
+    str, typer.Argument(metavar="NAME", autocompletion=completion.variants, help="A name of `outrider torch list`.")
+]
+_Version = Annotated[
+    str | None,
+    typer.Option(
+        "--version", metavar="X.Y", autocompletion=completion.versions, help="The torch version, 2.13 or 2.13.0."
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 _Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")]
@@ -33,13 +49,20 @@ def list_variants(as_json: _Json = False) -> None:
     elif variants:
         typer.echo("\n".join(_row(item, active) for item in variants))
     else:
-        typer.echo("no torch variant is installed; see `outrider torch install --help`", err=True)
+        typer.echo(_NONE, err=True)
 
 
 @app.command(epilog="Example: outrider torch install cu126 --version 2.13")
 def install(
-    backend: Annotated[str, typer.Argument(help="cpu, cu126, cu130, ..., or auto for what fits the cards here.")],
-    version: Annotated[str | None, typer.Option("--version", metavar="X.Y", help="The torch version.")] = None,
+    backend: Annotated[
+        str,
+        typer.Argument(
+            metavar="BACKEND",
+            autocompletion=completion.backends,
+            help="cpu, cu126, cu130, ..., or auto for what fits the cards here.",
+        ),
+    ],
+    version: _Version = None,
     only_torch: Annotated[bool, typer.Option("--only-torch", help="Leave Outrider out of the environment.")] = False,
     dry_run: _DryRun = False,
 ) -> None:
@@ -59,32 +82,40 @@ def install(
 
 @app.command(epilog='Example: outrider torch build --archs "6.1;12.0" --dry-run')
 def build(
-    archs: Annotated[str, typer.Option("--archs", help='Compute capabilities, "6.1;12.0".')],
-    version: Annotated[str | None, typer.Option("--version", metavar="X.Y", help="The torch version.")] = None,
+    archs: Annotated[
+        str, typer.Option("--archs", metavar="LIST", help='Compute capabilities of the cards, "6.1;12.0".')
+    ],
+    version: _Version = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Compiler jobs; what fits in memory if left out.")
+        int | None,
+        typer.Option("--jobs", metavar="N", min=1, help="Compiler jobs; what fits in memory if left out."),
     ] = None,
     dry_run: _DryRun = False,
     yes: _Yes = False,
     facts: Annotated[Path | None, typer.Option("--facts", metavar="FILE", help="Check a recorded machine.")] = None,
 ) -> None:
-    """Build torch from source, after checking that it can work."""
+    """Build torch from source, after checking that it can work.
+
+    A dry run exits with 1 where something is missing.
+    """
     from outrider.machine.build import build as make
+    from outrider.machine.build import check_met
 
     store, _ = _places()
     plan = _build_plan(archs, version, jobs, facts)
     if dry_run or facts:
         _show_build(plan, store)
         raise typer.Exit(0 if all(check.is_met for check in plan.checks) else 1)
+    check_met(plan)
     if not yes:
         from outrider.cli.setup import ask
 
-        ask(f"build torch {plan.torch} for {', '.join(plan.archs)}, about {plan.hours:.1f} hours?")
+        ask(f"build torch {plan.torch} for {', '.join(plan.archs)}, in about {plan.hours:.1f} hours?")
     typer.echo(_row(make(plan, store), None))
 
 
 @app.command(epilog="Example: outrider torch activate 2.13-cu126")
-def activate(name: Annotated[str, typer.Argument(help="A name of `outrider torch list`.")]) -> None:
+def activate(name: _Name) -> None:
     """Make a variant the one that this project uses."""
     from outrider.machine.variants import activate as choose
 
@@ -94,12 +125,12 @@ def activate(name: Annotated[str, typer.Argument(help="A name of `outrider torch
 
 
 @app.command(epilog="Example: outrider torch remove 2.13-cu126")
-def remove(name: Annotated[str, typer.Argument(help="A name of `outrider torch list`.")], yes: _Yes = False) -> None:
+def remove(name: _Name, yes: _Yes = False) -> None:
     """Remove a variant; asks where this project uses it."""
     from outrider.machine.variants import deactivate
 
     store, project = _places()
-    store.get(name)
+    store.check(name)
     is_active = _active(project) == name
     if is_active and not yes:
         from outrider.cli.setup import ask
@@ -112,32 +143,51 @@ def remove(name: Annotated[str, typer.Argument(help="A name of `outrider torch l
 
 
 @app.command(epilog="Example: outrider torch info 2.13-cu126")
-def info(name: Annotated[str, typer.Argument(help="A name of `outrider torch list`.")], as_json: _Json = False) -> None:
+def info(name: _Name, as_json: _Json = False) -> None:
     """Show everything about one variant."""
     store, _ = _places()
-    record = {**_encode(store.get(name)), "interpreter": str(store.interpreter(name))}
+    variant = store.get(name)
+    record = {**_encode(variant), "interpreter": str(store.interpreter(name))}
     if as_json:
         typer.echo(json.dumps(record, indent=2))
-    else:
-        typer.echo("\n".join(f"{key:<12} {_shown(value)}" for key, value in record.items() if key != "schema_version"))
+        return
+    shown = {**record, "size": _size(variant)}
+    rows = [(key, value) for key, value in shown.items() if key not in ("schema_version", "size_bytes")]
+    typer.echo("\n".join(f"{key:<12} {_shown(value)}" for key, value in rows))
 
 
 @app.command(epilog="Example: outrider torch refresh")
 def refresh() -> None:
     """Ask each variant what it really supports.
 
-    Where the wheel table says something else, the difference is shown.
+    Where the wheel table says something else, the difference is shown. Exit code 1 where a variant is broken.
     """
+    from outrider.cli.console import error_text, say
+    from outrider.errors import OutriderError
+
+    names = _places()[0].names()
+    if not names:
+        say(_NONE)
+    num_broken = 0
+    for name in names:
+        try:
+            _refresh(name)
+        except OutriderError as error:
+            num_broken += 1
+            say(error_text(error))
+    raise typer.Exit(1 if num_broken else 0)
+
+
+def _refresh(name: str) -> None:
     from outrider.machine.install import refresh as ask_again
     from outrider.machine.wheels import load_table, table_difference
 
     store, project = _places()
-    for item in store.variants():
-        variant = ask_again(item.name, store)
-        typer.echo(_row(variant, _active(project)))
-        difference = table_difference(load_table(), torch=variant.torch, backend=variant.backend, archs=variant.archs)
-        if difference:
-            typer.echo(f"  {difference}")
+    variant = ask_again(name, store)
+    typer.echo(_row(variant, _active(project)))
+    difference = table_difference(load_table(), torch=variant.torch, backend=variant.backend, archs=variant.archs)
+    if difference:
+        typer.echo(f"    {difference}")
 
 
 def _recipe(backend: str, version: str | None, only_torch: bool) -> Recipe:
@@ -157,25 +207,31 @@ def _recipe(backend: str, version: str | None, only_torch: bool) -> Recipe:
 
 
 def _build_plan(archs: str, version: str | None, jobs: int | None, recorded: Path | None) -> BuildPlan:
+    from outrider.cli.setup import recorded_or_here
     from outrider.machine.build import parse_archs, plan_build
-    from outrider.machine.detect import detect_machine
-    from outrider.machine.facts import load_facts
     from outrider.machine.wheels import check_version, load_table
 
     table = load_table()
     torch = check_version(version, table) if version else table.preferred
-    known = load_facts(recorded) if recorded else detect_machine(Path.cwd())
+    store, _ = _places()
+    known = recorded_or_here(recorded, store)
     return plan_build(known, table, archs=parse_archs(archs), torch=torch, jobs=jobs)
 
 
 def _show_build(plan: BuildPlan, store: Store) -> None:
     for check in plan.checks:
-        typer.echo(f"{'ok' if check.is_met else 'missing':<8} {check.what}: {check.detail}")
+        _show_check(f"{'ok' if check.is_met else 'missing':<8} {check.what}: {check.detail}")
         if check.hint:
-            typer.echo(f"         hint: {check.hint}")
+            _show_check(f"{'':<8} hint: {check.hint}")
     typer.echo(f"about {plan.hours:.1f} hours with {plan.jobs} jobs, a rough estimate")
     typer.echo("\n".join(f"export {key}='{value}'" for key, value in plan.environment.items()))
     _show_commands(plan.commands(store.path(plan.name)))
+
+
+def _show_check(text: str) -> None:
+    import textwrap
+
+    typer.echo("\n".join(textwrap.wrap(text, 80, subsequent_indent=" " * 9)))
 
 
 def _show_commands(lines: tuple[tuple[str, ...], ...]) -> None:
@@ -187,13 +243,17 @@ def _show_commands(lines: tuple[tuple[str, ...], ...]) -> None:
 def _row(variant: Variant, active: str | None) -> str:
     mark = "*" if variant.name == active else " "
     kind = f"CUDA {variant.cuda}" if variant.cuda else f"ROCm {variant.hip}" if variant.hip else "CPU"
-    size = f"{variant.size_bytes / 2**30:.1f} GiB" if variant.size_bytes is not None else "?"
     archs = f"\n    {' '.join(variant.archs)}" if variant.archs else ""
-    return f"{mark} {variant.name:<16} torch {variant.torch:<16} {kind:<10} {size:>9}{archs}"
+    return f"{mark} {variant.name:<16} torch {variant.torch:<16} {kind:<10} {_size(variant):>9}{archs}"
+
+
+def _size(variant: Variant) -> str:
+    return f"{variant.size_bytes / 2**30:.1f} GiB" if variant.size_bytes is not None else "?"
 
 
 def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if text and value is not None else "-"
 
 
 def _encode(variant: Variant) -> dict[str, object]:

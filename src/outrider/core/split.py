@@ -263,7 +263,7 @@ class Splitter:
         return Split(samples=self._best(total), reason="by the fitted times")
 
     def _best(self, total: int) -> tuple[int, ...]:
-        return minimise_slowest(self._costs(), total, self._caps)
+        return without_singles(minimise_slowest(self._costs(), total, self._caps), self._caps)
 
     def _varied(self, total: int) -> tuple[int, ...]:
         """The best split with every other rank up and the rest down by a quarter, changing places at each step."""

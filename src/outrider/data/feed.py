@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from outrider.core.effects import Batch
+from outrider.data.augmented_feed import AugmentedFeed, AugmentFunction
 from outrider.data.drawer import Collate
 from outrider.data.item_feed import ItemFeed
 from outrider.data.table import Table, as_table
@@ -58,14 +59,22 @@ def make_feed(
     workers: int = 0,
     collate: Collate | None = None,
     resident: Resident = "auto",
+    augment: AugmentFunction | None = None,
 ) -> Feed:
     """The feed that serves this data set best; its `reason` says why."""
     target = torch.device(device)
     _check_options(workers=workers, collate=collate, resident=resident)
+    feed = _plain_feed(dataset, device=target, seed=seed, workers=workers, collate=collate, resident=resident)
+    return feed if augment is None else AugmentedFeed(feed, augment, device=target, seed=seed)
+
+
+def _plain_feed(
+    dataset: Any, *, device: torch.device, seed: int, workers: int, collate: Collate | None, resident: Resident
+) -> Feed:
     opened = open_dataset(dataset)
     table = as_table(opened)
     if table is not None and collate is None:
-        return _tensor_feed(table, device=target, resident=resident)
+        return _tensor_feed(table, device=device, resident=resident)
     if resident is True:
         raise ConfigError(
             f"resident=True needs a data set made of tensors, got {_name(opened)}",
@@ -74,9 +83,9 @@ def make_feed(
     source = opened if table is None else table
     if workers == 0:
         reason = f"{_name(opened)} is read in the rank (workers=0)"
-        return ItemFeed(source, device=target, seed=seed, collate=collate, reason=reason)
+        return ItemFeed(source, device=device, seed=seed, collate=collate, reason=reason)
     reason = f"{_name(opened)} is read ahead by workers ({workers})"
-    return WorkerFeed(source, device=target, workers=workers, seed=seed, collate=collate, reason=reason)
+    return WorkerFeed(source, device=device, workers=workers, seed=seed, collate=collate, reason=reason)
 
 
 def open_dataset(dataset: Any) -> Any:

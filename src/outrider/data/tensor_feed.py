@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.effects import Batch
+from outrider.data.parcel import Parcel, whole
 from outrider.data.table import Table
 
 
@@ -37,13 +38,24 @@ class TensorFeed:
         """Nothing to prepare: taking rows costs less than handing them over."""
 
     def fetch(self, batch: Batch) -> Any:
-        assert self._rows is not None, "fetch before start_epoch"
-        assert 0 <= batch.start < batch.stop <= len(self._rows), batch
-        rows = self._rows[batch.start : batch.stop]
-        return self._table.build([self._take(column, rows) for column in self._table.columns])
+        return self._gather(self._rows_of(batch))
+
+    def parcel(self, batch: Batch) -> Parcel:
+        """Of resident tensors only the row numbers; they are taken wherever the parcel is unpacked."""
+        if self._home != self._device:
+            return whole(self.fetch(batch))
+        return Parcel(inputs=self._rows_of(batch), unpack=self._gather)
 
     def close(self) -> None:
         self._rows = None
+
+    def _rows_of(self, batch: Batch) -> Tensor:
+        assert self._rows is not None, "fetch before start_epoch"
+        assert 0 <= batch.start < batch.stop <= len(self._rows), batch
+        return self._rows[batch.start : batch.stop]
+
+    def _gather(self, rows: Tensor) -> Any:
+        return self._table.build([self._take(column, rows) for column in self._table.columns])
 
     def _take(self, column: Tensor, rows: Tensor) -> Tensor:
         if self._home.type == "cpu" and self._device.type == "cuda":

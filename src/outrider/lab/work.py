@@ -48,7 +48,7 @@ class ReplicaWork:
             GradientExchange(replica.arena, rank=replica.rank, world_size=world_size, num_facts=0)
             for replica in self.replicas
         ]
-        self.feed: Feed = make_feed(recipe.dataset, device=cpu, seed=recipe.seed)
+        self.feed: Feed = make_feed(recipe.dataset, device=cpu, seed=recipe.seed, augment=recipe.augment)
         self.epoch_base = 0
         self._pending_at = [0] * world_size
         self._samples_by_rank = [0] * world_size

@@ -104,14 +104,19 @@ def plan_build(facts: Facts, table: Table, *, archs: tuple[str, ...], torch: str
     return BuildPlan(torch=torch, archs=archs, jobs=chosen, cuda=cuda, toolkit=toolkit, hours=hours, checks=checks)
 
 
-def build(plan: BuildPlan, store: Store) -> Variant:
-    """Run a build whose checks are all met, or raise and leave nothing."""
+def check_met(plan: BuildPlan) -> None:
+    """An error with everything that this machine lacks for the build."""
     unmet = [check for check in plan.checks if not check.is_met]
     if unmet:
         raise ConfigError(
             "this machine cannot build torch: " + "; ".join(f"{check.what}: {check.detail}" for check in unmet),
             hint="; ".join(check.hint for check in unmet if check.hint),
         )
+
+
+def build(plan: BuildPlan, store: Store) -> Variant:
+    """Run a build whose checks are all met, or raise and leave nothing."""
+    check_met(plan)
     uv = find_uv()
     with staging(plan.name, store, is_relocatable=True) as folder:
         for command in plan.commands(folder):

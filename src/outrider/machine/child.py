@@ -32,7 +32,12 @@ class Ended:
     def last_line(self) -> str:
         """The line of stderr that says most, as Python and most tools put it last."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        return lines[-1] if lines else (self.reason or f"exit code {self.code}, no output")
+        return lines[-1] if lines else (self.reason or f"{self._end}, no output")
+
+    @property
+    def _end(self) -> str:
+        is_signal = self.code is not None and self.code < 0
+        return f"ended by {signal.Signals(-(self.code or 0)).name}" if is_signal else f"exit code {self.code}"
 
 
 def run(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> Ended:

@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ KINDS = ("cuda", "cpu", "xpu", "mps")
 _INDEXED_KINDS = ("cuda", "xpu")
 _SPEC = re.compile(r"(?P<kind>[^:@%]*)(:(?P<index>[^@%]*))?(@(?P<speed>[^%]*))?(%(?P<share>.*))?")
 _EXAMPLES = "devices look like cuda:0, cpu, cpu@0.4 or cuda:0%30"
+
+CARD_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Makes CUDA number the cards as NVML and nvidia-smi do; by itself it puts the fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,8 +181,17 @@ def _count(num_devices: int) -> str:
 
 def cuda_devices(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The CUDA devices that a rank would see, by NVML; none where NVML or its driver is missing."""
-    visible = _visible(_uuids(), variables.get("CUDA_VISIBLE_DEVICES"))
-    return tuple(f"cuda:{index}" for index in range(visible))
+    return tuple(f"cuda:{index}" for index, _ in enumerate(visible_cards(variables)))
+
+
+def visible_cards(variables: Mapping[str, str] = os.environ) -> tuple[int | None, ...]:
+    """NVML's number of each CUDA device that a process would see, in CUDA's order; None for a MIG slice."""
+    uuids, variable = _uuids(), variables.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
+        return tuple(range(len(uuids)))
+    # CUDA shows those named up to the first that is not there.
+    names = takewhile(partial(_is_there, uuids), (name.strip() for name in variable.split(",")))
+    return tuple(_card_called(name, uuids) for name in names)
 
 
 def _uuids() -> list[str]:
@@ -202,22 +216,17 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _visible(uuids: Sequence[str], variable: str | None) -> int:
-    """How many devices CUDA shows: all, or those named up to the first that is not there."""
-    if variable is None:
-        return len(uuids)
-    names = [name.strip() for name in variable.split(",")]
-    for position, name in enumerate(names):
-        if not _is_there(uuids, name):
-            return position
-    return len(names)
-
-
 def _is_there(uuids: Sequence[str], name: str) -> bool:
     if name.isdecimal():
         return int(name) < len(uuids)
     # Slices of a card by MIG have names of their own; CUDA takes them where there is any card.
     return (name.startswith("MIG-") and bool(uuids)) or (bool(name) and any(uuid.startswith(name) for uuid in uuids))
+
+
+def _card_called(name: str, uuids: Sequence[str]) -> int | None:
+    if name.isdecimal():
+        return int(name)
+    return next((index for index, uuid in enumerate(uuids) if uuid.startswith(name)), None)
 
 
 def threads_per_rank(specs: Sequence[DeviceSpec], num_cores: int) -> tuple[int, ...]:

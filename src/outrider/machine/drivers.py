@@ -13,6 +13,8 @@ from outrider.machine.capability import capability_of, sm
 from outrider.machine.facts import Driver, Facts, Gpu
 from outrider.machine.wheels import Table, version_of
 
+TRAIN_ON_CPU = "train on the CPU: outrider setup --way cpu"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
@@ -30,7 +32,7 @@ def driver_refusal(facts: Facts, cards: Sequence[Gpu], table: Table) -> Refusal 
         return Refusal(
             what="no NVIDIA driver is loaded",
             reasons=("the cards need one",),
-            ways_out=("install the NVIDIA driver and run this again", "train on the CPU: --way cpu"),
+            ways_out=("install the NVIDIA driver and run this again", TRAIN_ON_CPU),
         )
     if facts.host.system != "Linux" or facts.host.is_wsl or driver.flavour == "wsl":
         return _too_old(driver, cards, table)
@@ -84,7 +86,7 @@ def _too_old(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal | No
     return Refusal(
         what=f"driver {driver.version} is too old",
         reasons=(f"torch {table.minimum} or newer needs driver {needed} for {_names(cards)}, found {driver.version}",),
-        ways_out=(f"update the NVIDIA driver to {needed} or newer", "train on the CPU: --way cpu"),
+        ways_out=(f"update the NVIDIA driver to {needed} or newer", TRAIN_ON_CPU),
     )
 
 

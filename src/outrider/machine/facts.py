@@ -66,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disk:
-    """The file system of the working directory."""
+    """The file system of the working directory, or of the torch variants where they are to be made."""
 
     total_bytes: int | None = None
     free_bytes: int | None = None
@@ -229,6 +229,8 @@ class Facts:
     disk: Disk = Disk()
     drivers: tuple[Driver, ...] = ()
     gpus: tuple[Gpu, ...] = ()
+    num_hidden: int = 0
+    """Cards that CUDA_VISIBLE_DEVICES keeps from training; they are not in `gpus`."""
     links: tuple[PeerLink, ...] = ()
     toolkits: tuple[Toolkit, ...] = ()
     libraries: tuple[Library, ...] = ()

@@ -68,7 +68,7 @@ def forecast(facts: Facts) -> Forecast | None:
         backend=backend,
         leave_out=names,
         advice=_advice(devices, gains, names, backend),
-        assumptions=_assumptions(backend),
+        assumptions=_assumptions(facts.reductions),
     )
 
 
@@ -140,10 +140,17 @@ def _advice(
     return f"leave {named} out: the others reach about {best_gain:.2f} × the fastest alone"
 
 
-def _assumptions(backend: str) -> tuple[str, ...]:
-    proof = "NCCL passed its all-reduce" if backend == "nccl" else "NCCL was not shown to work here"
+def _assumptions(reductions: tuple[Reduction, ...]) -> tuple[str, ...]:
     return (
         "speed of a device: geometric mean of its float32 matmul and memory copy; real models lie between",
-        f"backend {backend}: {proof}",
+        _backend_reason(reductions),
         "efficiencies are measured ones of ResNets; small models, whose steps are short, gain less",
     )
+
+
+def _backend_reason(reductions: tuple[Reduction, ...]) -> str:
+    if not _nccl_works(reductions):
+        return "backend cpu: NCCL was not shown to work here"
+    cures = {f"{key}={value}" for item in reductions if item.outcome == "ok" for key, value in item.environment.items()}
+    settings = f" with {' '.join(sorted(cures))}" if cures else ""
+    return f"backend nccl: NCCL passed its all-reduce{settings}"

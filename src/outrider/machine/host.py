@@ -60,8 +60,8 @@ def read_memory(root: Path) -> Memory:
 
 def read_disk(folder: Path) -> Disk:
     usage = shutil.disk_usage(folder)
-    source = "statvfs of the working directory"
-    return Disk(total_bytes=usage.total, free_bytes=usage.free, sources={"total_bytes": source, "free_bytes": source})
+    sources = {"total_bytes": "statvfs", "free_bytes": "statvfs"}
+    return Disk(total_bytes=usage.total, free_bytes=usage.free, sources=sources)
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -83,7 +83,14 @@ def _usable_threads() -> int | None:
 def _cpu_model(root: Path) -> str | None:
     text = _read(root / "proc/cpuinfo")
     match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or None
+    return match[1].strip() if match else _arm_model(text) or platform.processor() or None
+
+
+def _arm_model(text: str) -> str | None:
+    """Linux on ARM names maker and part by number only, as `lscpu` does where it knows no better."""
+    maker = re.search(r"^CPU implementer\s*:\s*(\w+)$", text, re.MULTILINE)
+    part = re.search(r"^CPU part\s*:\s*(\w+)$", text, re.MULTILINE)
+    return f"ARM implementer {maker[1]} part {part[1]}" if maker and part else None
 
 
 def _distribution(root: Path) -> str | None:

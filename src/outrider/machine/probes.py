@@ -16,6 +16,7 @@ from pathlib import Path
 
 from outrider.machine import child
 from outrider.machine.capability import serving_arch
+from outrider.machine.devices import CARD_ORDER
 from outrider.machine.facts import Facts, Gpu, Outcome, Reduction, Speed, TorchBuild
 
 REDUCE_S = 60.0
@@ -85,7 +86,7 @@ def _judge(ended: child.Ended) -> tuple[Outcome, str | None]:
 def measure_speed(build: TorchBuild, device: str, *, seconds: float = SPEED_S) -> Speed:
     """Matrix multiplication and memory speed of one device, over about `seconds`."""
     command = (build.interpreter, str(child.script("speed.py")), device, str(seconds))
-    ended = child.run(command, timeout_s=SPEED_LIMIT_S)
+    ended = child.run(command, timeout_s=SPEED_LIMIT_S, environment=CARD_ORDER)
     found = child.answer(ended)
     if found is None:
         return Speed(device=device, error=ended.reason or ended.last_line)
@@ -107,7 +108,7 @@ def _run_ranks(
         try:
             for rank, device in enumerate(devices):
                 command = (build.interpreter, program, str(rank), device, backend, str(store))
-                ranks.append(child.start(command, environment=settings))
+                ranks.append(child.start(command, environment={**CARD_ORDER, **settings}))
             return list(pool.map(partial(child.finish, timeout_s=timeout_s), ranks))
         finally:
             for started in ranks:

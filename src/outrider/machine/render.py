@@ -28,7 +28,7 @@ def render(diagnosis: Diagnosis, *, paint: Paint) -> str:
         _block("Verdicts", [line for verdict in diagnosis.verdicts for line in _verdict_lines(verdict, paint)])
     )
     if diagnosis.forecast:
-        blocks.append(_block("Expected gain", list(_forecast_lines(diagnosis.forecast))))
+        blocks.append(_block("Expected gain over the fastest device alone", list(_forecast_lines(diagnosis.forecast))))
     blocks.append(_summary(diagnosis))
     return "\n\n".join(blocks) + "\n"
 
@@ -126,7 +126,7 @@ def _gpu(gpu: Gpu) -> Iterator[str]:
     if shown:
         yield shown
     for piece in gpu.mig_slices:
-        yield f"MIG {piece.name}, {_gib(piece.memory_bytes)}"
+        yield f"{piece.name.removeprefix(f'{gpu.name} ')}, {_gib(piece.memory_bytes)}"
 
 
 def _pcie(gpu: Gpu) -> str:

@@ -12,11 +12,13 @@ from typing import Literal
 
 from outrider.errors import ConfigError
 from outrider.machine.capability import capability_of, serving_arch, sm
-from outrider.machine.drivers import driver_refusal
+from outrider.machine.drivers import TRAIN_ON_CPU, driver_refusal
 from outrider.machine.facts import Facts, Gpu
 from outrider.machine.wheels import Table, Wheel, release_of, version_of
 
 Way = Literal["cpu", "wheel", "conda", "groups", "build", "none"]
+WAYS: tuple[Way, ...] = ("cpu", "wheel", "conda", "groups", "build")
+"""Those that a user may ask for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +105,7 @@ def _resolve_amd(question: _Question, cards: tuple[Gpu, ...]) -> Resolution:
         return Resolution(
             way="none",
             reasons=tuple(f"{rocm.backend} has no code for {describe(gpu)}" for gpu in missing),
-            ways_out=("build torch for the card with PYTORCH_ROCM_ARCH set to its name", "train on the CPU: --way cpu"),
+            ways_out=("build torch for the card with PYTORCH_ROCM_ARCH set to its name", TRAIN_ON_CPU),
         )
     names = tuple(gpu.name for gpu in cards)
     reason = f"{rocm.backend} has code for {_join(cards)}; AMD and other ranks meet over the cpu backend"
@@ -249,7 +251,7 @@ def _nothing(question: _Question, way: Way | None) -> Resolution:
         way="none",
         reasons=(f"{what} {_join(question.cards)}",),
         rejected=_objections(question),
-        ways_out=("leave a card out: --cards", "train on the CPU: --way cpu", *(("leave --way out",) if way else ())),
+        ways_out=("leave a card out: outrider setup --cards", TRAIN_ON_CPU, *(("leave --way out",) if way else ())),
     )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.errors import ConfigError, DeviceError
-from outrider.machine.build import BuildPlan, build, plan_build
+from outrider.machine.build import BuildPlan, build, check_met, plan_build
 from outrider.machine.facts import Facts
 from outrider.machine.install import Recipe, commands, install
 from outrider.machine.resolve import Environment, Resolution, Way, resolve
@@ -45,6 +45,7 @@ class Step:
     download_bytes: int
     disk_bytes: int
     build: BuildPlan | None = None
+    is_installed: bool = False
 
     @property
     def name(self) -> str:
@@ -59,13 +60,19 @@ class Plan:
     steps: tuple[Step, ...]
 
     @property
+    def missing(self) -> tuple[Step, ...]:
+        """The environments that are not there yet."""
+        return tuple(step for step in self.steps if not step.is_installed)
+
+    @property
     def disk_bytes(self) -> int:
-        return sum(step.disk_bytes for step in self.steps)
+        return sum(step.disk_bytes for step in self.missing)
 
 
-def make_plan(resolution: Resolution, *, facts: Facts, table: Table, store: Store) -> Plan:
-    """The steps for a resolution."""
-    steps = tuple(_step(item, facts=facts, table=table, store=store) for item in resolution.environments)
+def make_plan(resolution: Resolution, *, facts: Facts, table: Table, store: Store, torch: str | None = None) -> Plan:
+    """The steps for a resolution; `torch` is the version that was asked for, to the patch level if so written."""
+    exact = [replace(item, torch=torch or item.torch) for item in resolution.environments]
+    steps = tuple(_step(item, facts=facts, table=table, store=store) for item in exact)
     return Plan(resolution=resolution, steps=steps)
 
 
@@ -84,15 +91,16 @@ def single_recipe(facts: Facts, table: Table, *, torch: str | None, with_outride
 
 def carry_out(plan: Plan, *, store: Store, project: Path) -> None:
     """Make every environment of the plan that is not there yet, and activate the first for the project."""
-    installed = {variant.name for variant in store.variants()}
-    for step in plan.steps:
-        if step.name not in installed:
-            _make(step, store)
+    for step in plan.missing:
+        _make(step, store)
     activate(project, store, plan.steps[0].name)
 
 
-def check_room(plan: Plan, facts: Facts) -> None:
-    """An error where the disk is too small for the plan."""
+def check_possible(plan: Plan, facts: Facts) -> None:
+    """An error where the disk is too small for the plan, or a source build lacks what it needs."""
+    for step in plan.missing:
+        if step.build:
+            check_met(step.build)
     free = facts.disk.free_bytes
     if free is not None and free < plan.disk_bytes:
         raise DeviceError(
@@ -120,7 +128,8 @@ def _step(item: Environment, *, facts: Facts, table: Table, store: Store) -> Ste
     plan = None
     if kind == "source":
         plan = plan_build(facts, table, archs=item.archs, torch=torch or table.preferred, jobs=None)
-    folder = store.path(plan.name if plan else recipe.name)
+    name = plan.name if plan else recipe.name
+    folder = store.path(name)
     return Step(
         recipe=recipe,
         cards=item.cards,
@@ -128,6 +137,7 @@ def _step(item: Environment, *, facts: Facts, table: Table, store: Store) -> Ste
         download_bytes=_DOWNLOAD_BYTES[kind],
         disk_bytes=_DISK_BYTES[kind],
         build=plan,
+        is_installed=name in store.names(),
     )
 
 
@@ -145,6 +155,9 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
 def _step_lines(number: int, step: Step) -> Iterator[str]:
     cards = f" for {' and '.join(dict.fromkeys(step.cards))}" if step.cards else ""
     yield from textwrap.wrap(f"{number}. {step.name}{cards}", _WIDTH, subsequent_indent="   ")
+    if step.is_installed:
+        yield "   installed already"
+        return
     yield f"   about {_gib(step.download_bytes)} to download, {_gib(step.disk_bytes)} on disk"
     if step.build:
         yield f"   about {step.build.hours:.1f} hours with {step.build.jobs} jobs"

@@ -20,15 +20,17 @@ _NCCL_PLACES = ("usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aar
 def find_toolkits(root: Path) -> tuple[Toolkit, ...]:
     """Every CUDA toolkit with a compiler: CUDA_HOME, PATH and /usr/local."""
     places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    compiler = shutil.which("nvcc")
-    if compiler:
-        places.append(str(Path(compiler).resolve().parent.parent))
     places += sorted(map(str, (root / "usr/local").glob("cuda*")))
     found = {}
     for folder in filter(None, places):
         toolkit = _toolkit(Path(folder).resolve())
         if toolkit:
             found[toolkit.path] = toolkit
+    compiler = shutil.which("nvcc")
+    by_path = _toolkit(Path(compiler).resolve().parent.parent) if compiler else None
+    # A compiler on PATH may be a wrapper of one that is found already, so its folder is not to be trusted.
+    if by_path and by_path.version not in {toolkit.version for toolkit in found.values()}:
+        found[by_path.path] = by_path
     return tuple(found.values())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.machine import child
+from outrider.machine.devices import CARD_ORDER
 from outrider.machine.facts import TorchBuild
 
 ASK_S = 60.0
@@ -36,7 +37,8 @@ def candidate_interpreters(folder: Path, variants: dict[str, Path]) -> dict[str,
 
 def ask_torch(interpreter: str, *, origin: str, timeout_s: float = ASK_S) -> TorchBuild | None:
     """What this interpreter's torch says of itself; None where it has no torch at all."""
-    ended = child.run((interpreter, str(child.script("torch_info.py"))), timeout_s=timeout_s)
+    command = (interpreter, str(child.script("torch_info.py")))
+    ended = child.run(command, timeout_s=timeout_s, environment=CARD_ORDER)
     found = child.answer(ended)
     if found is not None:
         return _build(interpreter, origin, found)

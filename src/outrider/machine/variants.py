@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, DataError, nearest
 from outrider.machine import codec
 
 RECORD = "variant.json"
@@ -55,17 +55,31 @@ class Store:
     def interpreter(self, name: str) -> Path:
         return self.path(name) / "bin" / "python"
 
+    def names(self) -> tuple[str, ...]:
+        """The names of all whole variants."""
+        found = sorted(path.parent.name for path in self.folder.glob(f"*/{RECORD}"))
+        return tuple(name for name in found if not name.startswith("."))
+
     def variants(self) -> tuple[Variant, ...]:
         """Every whole variant, by name."""
-        records = sorted(self.folder.glob(f"*/{RECORD}"))
-        return tuple(codec.read(Variant, path) for path in records if not path.parent.name.startswith("."))
+        return tuple(map(self.get, self.names()))
 
     def get(self, name: str) -> Variant:
         """One variant, or an error that names the nearest."""
-        record = self.path(name) / RECORD
-        if record.exists():
-            return codec.read(Variant, record)
-        known = [variant.name for variant in self.variants()]
+        self.check(name)
+        try:
+            return codec.read(Variant, self.path(name) / RECORD)
+        except DataError as error:
+            raise DataError(
+                f"torch variant {name} cannot be read: {error.message}",
+                hint=f"take it away and install it again: outrider torch remove {name}",
+            ) from error
+
+    def check(self, name: str) -> None:
+        """An error that names the nearest, where there is no such variant."""
+        known = self.names()
+        if name in known:
+            return
         close = nearest(name, known)
         listed = f"installed: {', '.join(known)}" if known else "none is installed: outrider torch install auto"
         raise ConfigError(f"no torch variant {name!r}", hint=f"did you mean {close!r}? {listed}" if close else listed)
@@ -73,15 +87,20 @@ class Store:
     def interpreters(self, project: Path) -> dict[str, Path]:
         """Name to interpreter, the project's active variant first."""
         active = active_variant(project)
-        names = [variant.name for variant in self.variants()]
-        return {name: self.interpreter(name) for name in sorted(names, key=lambda name: (name != active, name))}
+        names = sorted(self.names(), key=lambda name: (name != active, name))
+        return {name: self.interpreter(name) for name in names}
 
     def remove(self, name: str) -> None:
         """Take a variant away; renamed first, so that a half-removed one is never listed."""
-        self.get(name)
+        self.check(name)
         doomed = self.folder / f".removed-{name}-{os.getpid()}"
         self.path(name).rename(doomed)
         shutil.rmtree(doomed)
+
+
+def existing_folder(path: Path) -> Path:
+    """The nearest folder upwards that is there: its disk is the one that `path` will be on."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def project_root(folder: Path) -> Path:
@@ -102,7 +121,7 @@ def active_variant(project: Path) -> str | None:
 
 def activate(project: Path, store: Store, name: str) -> None:
     """Make a variant the one that this project uses."""
-    store.get(name)
+    store.check(name)
     folder = project / ".outrider"
     folder.mkdir(exist_ok=True)
     partial = folder / "torch.partial"
@@ -120,7 +139,11 @@ def active_interpreter(project: Path, store: Store) -> Path | None:
     name = active_variant(project)
     if name is None:
         return None
-    store.get(name)
+    if name not in store.names():
+        raise ConfigError(
+            f"torch variant {name} is active in this project, but not installed",
+            hint=f"install it, choose another with `outrider torch activate`, or delete {project / '.outrider/torch'}",
+        )
     return store.interpreter(name)
 
 

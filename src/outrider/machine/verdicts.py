@@ -56,8 +56,16 @@ def _judge_sight(facts: Facts) -> Iterator[Verdict]:
             why=trouble.why,
             hint="a driver updated without a reboot is the usual cause: reboot, or reload the kernel module",
         )
-    if not facts.gpus and not facts.troubles:
+    if facts.num_hidden:
+        yield _hidden(facts.num_hidden)
+    if not facts.gpus and not facts.num_hidden and not facts.troubles:
         yield Verdict(check="sight", level="ok", what="no GPU", why="training runs on the CPU")
+
+
+def _hidden(num_hidden: int) -> Verdict:
+    cards = "1 card" if num_hidden == 1 else f"{num_hidden} cards"
+    what = f"{cards} hidden by CUDA_VISIBLE_DEVICES, and not looked at"
+    return Verdict(check="sight", level="ok", what=what, why="training sees only those that it names, numbered from 0")
 
 
 def _judge_drivers(facts: Facts, table: Table) -> Iterator[Verdict]:
@@ -122,9 +130,10 @@ def _judge_cards(facts: Facts, table: Table) -> Iterator[Verdict]:
     if build is None or build.error is not None:
         return
     for gpu in facts.gpus:
-        if gpu.vendor not in ("nvidia", "amd") or not gpu.capability:
+        # What the driver does not offer is told there; no build would help.
+        if gpu.vendor not in ("nvidia", "amd") or not gpu.capability or not gpu.is_served:
             continue
-        verdict = _judge_build(build, gpu)
+        verdict = _judge_driver_of(build, gpu, facts, table) or _judge_build(build, gpu)
         yield verdict
         if verdict.level == "ok" and gpu.vendor == "nvidia":
             yield from _judge_features(build, gpu, table)
@@ -145,14 +154,35 @@ def _judge_build(build: TorchBuild, gpu: Gpu) -> Verdict:
     )
 
 
+def _judge_driver_of(build: TorchBuild, gpu: Gpu, facts: Facts, table: Table) -> Verdict | None:
+    """A failure where the build's CUDA is too new for the driver, unless the card was seen to compute."""
+    driver = facts.driver("nvidia")
+    has_computed = any(speed.device == gpu.device and speed.error is None for speed in facts.speeds)
+    if gpu.vendor != "nvidia" or not build.cuda or driver is None or driver.version is None or has_computed:
+        return None
+    needed = table.minimum_driver(build.cuda)
+    if version_of(driver.version) >= version_of(needed):
+        return None
+    return Verdict(
+        check="build",
+        level="failure",
+        what=f"torch {build.version} does not run on {describe(gpu)}",
+        why=f"its CUDA {build.cuda} needs driver {needed}, found {driver.version}",
+        hint="update the driver, or run `outrider setup --dry-run` for a build that fits",
+    )
+
+
 def _judge_features(build: TorchBuild, gpu: Gpu, table: Table) -> Iterator[Verdict]:
     capability = capability_of(gpu.capability or "")
-    if capability < capability_of(table.triton_from):
+    why = f"Triton needs {table.triton_from}, the card has {gpu.capability}"
+    if capability >= capability_of(table.triton_from):
+        yield Verdict(check="compile", level="ok", what=f"torch.compile can serve {describe(gpu)}", why=why)
+    else:
         yield Verdict(
             check="compile",
             level="warning",
             what=f"torch.compile does not work on {describe(gpu)}",
-            why=f"Triton needs {table.triton_from}, the card has {gpu.capability}",
+            why=why,
             hint="train eager there, or with CUDA graphs",
         )
     drop = table.cudnn_drop
@@ -177,7 +207,7 @@ def _judge_links(facts: Facts) -> Iterator[Verdict]:
                 why=", ".join(gpu.throttle_reasons),
                 hint="check cooling and power; a steady slowdown is measured and planned for",
             )
-        if gpu.pcie_width and gpu.pcie_max_width and gpu.pcie_width <= NARROW_LINK_WIDTH < gpu.pcie_max_width:
+        if gpu.is_served and _is_narrow(gpu):
             yield Verdict(
                 check="pcie",
                 level="warning",
@@ -188,6 +218,11 @@ def _judge_links(facts: Facts) -> Iterator[Verdict]:
         if gpu.is_mig:
             yield _mig(gpu)
     yield from _judge_peers(facts)
+
+
+def _is_narrow(gpu: Gpu) -> bool:
+    width, best = gpu.pcie_width, gpu.pcie_max_width
+    return width is not None and best is not None and width <= NARROW_LINK_WIDTH < best
 
 
 def _judge_peers(facts: Facts) -> Iterator[Verdict]:
@@ -206,7 +241,7 @@ def _judge_peers(facts: Facts) -> Iterator[Verdict]:
 
 
 def _mig(gpu: Gpu) -> Verdict:
-    slices = ", ".join(piece.name for piece in gpu.mig_slices)
+    slices = ", ".join(piece.name.removeprefix(f"{gpu.name} ") for piece in gpu.mig_slices)
     if not slices:
         return Verdict(
             check="mig",

@@ -182,7 +182,8 @@ def check_backend(backend: str, version: str, table: Table) -> str:
     """A backend that the user wrote, if there is such a build of this torch version."""
     known = ["cpu", table.rocm.backend, *(wheel.backend for wheel in table.of_version(release_of(version)))]
     if backend not in known:
-        close = nearest(backend, known)
+        # Another CUDA version is another build, not a slip of the pen.
+        close = None if cuda_of(backend) else nearest(backend, known)
         guess = f"did you mean {close}? " if close else ""
         raise ConfigError(
             f"there is no {backend} build of torch {version}", hint=f"{guess}there are {', '.join(known)}, or auto"
@@ -191,7 +192,8 @@ def check_backend(backend: str, version: str, table: Table) -> str:
 
 
 def _known_versions(table: Table) -> str:
-    return f"known versions: {', '.join(table.versions())}"
+    newest_first = sorted(table.versions(), key=version_of, reverse=True)
+    return f"known versions: {', '.join(newest_first)}"
 
 
 def table_difference(table: Table, *, torch: str, backend: str, archs: tuple[str, ...]) -> str | None:

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogEntries:
+    """What a logbook held at some moment."""
+
+    sums: dict[str, torch.Tensor | float]
+    weights: dict[str, float]
+    slots: frozenset[str]
 
 
 class Logbook:
@@ -19,6 +29,8 @@ class Logbook:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor | float] = {}
         self._weights: dict[str, float] = {}
+        self._slots: dict[str, torch.Tensor] = {}
+        """Sums on a CUDA device, each in one place for good: a captured step adds to it at every replay."""
 
     def add(self, name: str, value: torch.Tensor | float, weight: float) -> None:
         scalar = value.detach() if isinstance(value, torch.Tensor) else float(value)
@@ -27,14 +39,44 @@ class Logbook:
                 f"log({name!r}, ...) needs a scalar, got a tensor of shape {tuple(scalar.shape)}",
                 hint="log its mean",
             )
-        self._sums[name] = self._sums.get(name, 0.0) + scalar * weight
+        if isinstance(scalar, torch.Tensor) and scalar.is_cuda:
+            self._slot(name, scalar).add_(scalar.reshape(()).double(), alpha=weight)
+        else:
+            self._sums[name] = self._sums.get(name, 0.0) + scalar * weight
         self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def _slot(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        if name not in self._slots:
+            self._slots[name] = torch.zeros((), dtype=torch.float64, device=like.device)
+        return self._slots[name]
 
     def drain(self) -> dict[str, tuple[float, float]]:
         """Sums and weights by name; the logbook is empty afterwards."""
-        taken = {name: (float(total), self._weights[name]) for name, total in self._sums.items()}
+        taken = {}
+        for name, weight in self._weights.items():
+            slot = self._slots.get(name)
+            taken[name] = (float(self._sums.get(name, 0.0)) + (float(slot) if slot is not None else 0.0), weight)
+            if slot is not None:
+                slot.zero_()
         self._sums, self._weights = {}, {}
         return taken
+
+    # A captured step logs at every replay; what it adds is told apart from what was logged before.
+
+    def entries(self) -> LogEntries:
+        """Names, weights and host sums at this moment."""
+        return LogEntries(sums=dict(self._sums), weights=dict(self._weights), slots=frozenset(self._slots))
+
+    def take_back(self, before: LogEntries) -> dict[str, float]:
+        """Forget what was logged since, and return its weights by name."""
+        since = {name: weight - before.weights.get(name, 0.0) for name, weight in self._weights.items()}
+        self._sums, self._weights = dict(before.sums), dict(before.weights)
+        return {name: weight for name, weight in since.items() if weight}
+
+    def logged_again(self, weights: Mapping[str, float]) -> None:
+        """A captured step added to its slots once more."""
+        for name, weight in weights.items():
+            self._weights[name] = self._weights.get(name, 0.0) + weight
 
 
 def merged(books: list[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import nn
 from outrider.average.outer import Outer
 from outrider.core.planner import PlannerConfig
 from outrider.core.policies import POLICIES
+from outrider.data.augmented_feed import AugmentFunction
 from outrider.errors import ConfigError, nearest
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -25,6 +26,8 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 
 PolicyName = Literal["sync", "balanced", "cadence", "async", "independent"]
 PRECISIONS = ("fp32", "bf16")
+EXECUTIONS = ("auto", "eager", "compile", "graph")
+MEMORY_FORMATS = ("auto", "channels_last", "contiguous")
 MIN_ANCHOR = 20
 """More frequent averages cost time and were found to teach no more: see docs/log.md."""
 
@@ -43,10 +46,19 @@ class Recipe:
     evaluate: EvaluateFunction | None = None
     eval_dataset: Any = None
     scheduler: SchedulerFactory | None = None
+    augment: AugmentFunction | None = None
     lr_scale: float | Literal["auto"] = "auto"
     max_grad_norm: float | None = None
     accumulate: int = 1
     precision: str = "fp32"
+    execution: str = "auto"
+    """How steps run, on each device by itself; see `replica.execution`."""
+    memory_format: str = "auto"
+    """channels_last, contiguous, or what fits all devices."""
+    fused_optimizer: bool | Literal["auto"] = "auto"
+    """One kernel for all parameters, where torch has it."""
+    tf32: bool | Literal["auto"] = "auto"
+    """Shorter mantissas in fp32 products; by default in convolutions only, as torch does."""
     seed: int = 0
     shuffle: bool = True
     outer: Outer | Literal["auto"] = "auto"
@@ -65,6 +77,10 @@ class Recipe:
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, POLICIES)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("execution", self.execution, EXECUTIONS)
+        check_choice("memory_format", self.memory_format, MEMORY_FORMATS)
+        for name in ("fused_optimizer", "tf32"):
+            check_flag_or_auto(name, getattr(self, name))
         for name in ("batch_size", "epochs", "accumulate"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("max_overshoot", self.max_overshoot, 0)
@@ -73,7 +89,7 @@ class Recipe:
             check_positive("lr_scale", self.lr_scale)
         for name in ("model", "optimizer", "step"):
             check_callable(name, getattr(self, name))
-        for name in ("evaluate", "scheduler"):
+        for name in ("evaluate", "scheduler", "augment"):
             if getattr(self, name) is not None:
                 check_callable(name, getattr(self, name))
         for name in ("guard", "shuffle", "average_optimizer"):
@@ -91,10 +107,10 @@ class Recipe:
         if self.evaluate is None and self.eval_dataset is not None:
             raise ConfigError("eval_dataset was given without evaluate", hint="pass evaluate=accuracy")
 
-    def planner_config(self, world_size: int) -> PlannerConfig:
+    def planner_config(self, world_size: int, *, batch_size: int | None = None) -> PlannerConfig:
         return PlannerConfig(
             world_size=world_size,
-            batch_size=self.batch_size,
+            batch_size=batch_size or self.batch_size,
             anchor=self.anchor,
             min_anchor=min(MIN_ANCHOR, self.max_anchor) if self.min_anchor is None else self.min_anchor,
             max_anchor=self.max_anchor,
@@ -108,7 +124,7 @@ class Recipe:
         )
 
 
-OBJECTS = frozenset({"model", "optimizer", "step", "dataset", "evaluate", "eval_dataset", "scheduler"})
+OBJECTS = frozenset({"model", "optimizer", "step", "dataset", "evaluate", "eval_dataset", "scheduler", "augment"})
 """Options that are objects of the user's, not settings."""
 
 
@@ -147,6 +163,11 @@ def check_positive(name: str, value: object) -> None:
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}", hint=f"pass {name}=True or {name}=False")
+
+
+def check_flag_or_auto(name: str, value: object) -> None:
+    if not isinstance(value, bool) and value != "auto":
+        raise ConfigError(f"{name} must be True, False or 'auto', got {value!r}", hint=f"leave {name} out for 'auto'")
 
 
 def check_callable(name: str, value: object) -> None:

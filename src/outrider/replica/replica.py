@@ -1,6 +1,7 @@
-"""One replica: model, optimizer and schedule on one device, and its step in eager mode.
+"""One replica: model, optimizer and schedule on one device, and its step.
 
-Decides how a step runs; which samples it takes and when replicas are averaged is the policy's business.
+Decides how a step runs: eagerly, or by `CapturedSteps`. Which samples it takes and when replicas are averaged is the
+policy's business.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
+from outrider.data.parcel import as_parcel, unpacked
 from outrider.errors import ConfigError, OutriderError, StepError
+from outrider.replica.captured import CapturedSteps
 from outrider.replica.compensation import compensate
+from outrider.replica.compiled import CompiledStep
 from outrider.replica.logbook import Logbook, writing
 from outrider.replica.pieces import pieces
-from outrider.replica.recipe import Recipe
+from outrider.replica.rates import OptimizerForm
+from outrider.replica.recipe import Recipe, StepFunction
 from outrider.replica.tally import LossTally
+from outrider.replica.tuning import fuse_optimizer, set_tf32, to_channels_last
 
 
 class Replica:
@@ -38,6 +44,8 @@ class Replica:
         self.model.train()
         self.arena = Arena(self.model)
         self.optimizer = _make_optimizer(recipe, self.model)
+        fuse_optimizer(self.optimizer, recipe, device)
+        set_tf32(recipe, device)
         self.scheduler = _make_scheduler(recipe, self.optimizer)
         self.compensation = compensate(
             self.optimizer, policy=recipe.policy, outer=recipe.outer, lr_scale=recipe.lr_scale
@@ -51,27 +59,30 @@ class Replica:
         self.steps = 0
         self.logbook = Logbook()
         self.tally = LossTally(device)
+        self.captured: CapturedSteps | None = None
+        """Takes the steps where they are CUDA graphs."""
+        self.compiled: CompiledStep | None = None
 
-    # A local step: gradient, clip, optimizer.
+    def use_channels_last(self) -> None:
+        """Lay the weights of convolutions out anew; before anybody has learned the arena's layout."""
+        to_channels_last(self.model)
+        self.arena = Arena(self.model)
+
+    # A local step: gradient, clip, optimizer. `data` is a batch, or the parcel of one.
 
     def step(self, data: Any, *, samples: int, at: int) -> None:
         """Forward, backward and optimizer on one batch; `at` is the samples the whole world has consumed."""
-        self.gradient(data, samples=samples)
-        self.update(at=at)
+        if self.captured is None:
+            self.plain_step(unpacked(data), samples=samples, at=at)
+        else:
+            self.captured.step(as_parcel(data), samples=samples, at=at)
 
     def gradient(self, data: Any, *, samples: int) -> None:
         """Forward, backward and clipping; afterwards every used parameter holds its gradient."""
-        self.optimizer.zero_grad(set_to_none=True)
-        try:
-            self._backward(data, samples)
-        except OutriderError:
-            raise
-        except Exception as error:
-            raise self._step_error(error) from error
-        if self.device.type == "cpu":
-            self.check_loss()
-        if self.recipe.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.arena.parameters, self.recipe.max_grad_norm)
+        if self.captured is None:
+            self.plain_gradient(unpacked(data), samples=samples)
+        else:
+            self.captured.gradient(as_parcel(data), samples=samples)
 
     def no_gradient(self) -> None:
         """Take part in a shared step without samples."""
@@ -79,9 +90,38 @@ class Replica:
 
     def update(self, *, at: int) -> None:
         """The optimizer's step at the learning rate that belongs to `at`."""
+        if self.captured is None:
+            self.plain_update(at=at)
+        else:
+            self.captured.update(at=at)
+
+    # The same, one operation after the other.
+
+    def plain_step(self, batch: Any, *, samples: int, at: int) -> None:
+        self.plain_gradient(batch, samples=samples)
+        self.plain_update(at=at)
+
+    def plain_gradient(self, batch: Any, *, samples: int) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.compute_gradient(batch, samples=samples)
+        if self.device.type == "cpu":
+            self.check_loss()
+
+    def compute_gradient(self, batch: Any, *, samples: int) -> None:
+        """Forward, backward and clipping, without any wait for the device."""
         try:
-            self._follow_schedule(at)
-            self._optimizer_step()
+            self._backward(batch, samples)
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise self._step_error(error) from error
+        if self.recipe.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.arena.parameters, self.recipe.max_grad_norm)
+
+    def plain_update(self, *, at: int) -> None:
+        self.follow_schedule(at)
+        try:
+            self.optimizer_step()
         except Exception as error:
             raise self._step_error(error, " in the optimizer") from error
         self.steps += 1
@@ -96,7 +136,7 @@ class Replica:
         """Of the first parameter group, as the next step uses it."""
         return float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
 
-    def _optimizer_step(self) -> None:
+    def optimizer_step(self) -> None:
         if self.rate_factor == 1.0:
             self.optimizer.step()
             return
@@ -122,7 +162,7 @@ class Replica:
 
     def _loss(self, data: Any, samples: int) -> torch.Tensor:
         with writing(self.logbook, samples=samples), self.autocast():
-            loss = self.recipe.step(self.model, data)
+            loss = self._step_function(samples)(self.model, data)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise self._bad_result(
                 f"the step function must return a scalar loss, got {_describe(loss)}",
@@ -135,6 +175,9 @@ class Replica:
             )
         return loss
 
+    def _step_function(self, samples: int) -> StepFunction:
+        return self.recipe.step if self.compiled is None else self.compiled.for_samples(samples)
+
     def _bad_result(self, trouble: str, *, hint: str) -> StepError:
         message = f"rank {self.rank} ({self.name}), step {self.steps}: {trouble}"
         return StepError(message, hint=hint, rank=self.rank, step=self.steps)
@@ -145,8 +188,14 @@ class Replica:
         return contextlib.nullcontext()
 
     def check_loss(self) -> None:
-        """Raise if a loss since the start was not finite; waits for a GPU, so it is called once per window there."""
-        step = self.tally.bad_step()
+        """Raise if a loss since the start was not finite; waits for a GPU."""
+        self._refuse_bad(self.tally.bad_step())
+
+    def watch_loss(self) -> None:
+        """The same without waiting: a GPU's losses are those it had seen when this was called before."""
+        self._refuse_bad(self.tally.bad_step_so_far())
+
+    def _refuse_bad(self, step: int | None) -> None:
         if step is not None:
             raise StepError(
                 f"rank {self.rank} ({self.name}), step {step}: the loss is not finite",
@@ -155,15 +204,18 @@ class Replica:
                 step=step,
             )
 
-    def _follow_schedule(self, at: int) -> None:
+    def follow_schedule(self, at: int) -> None:
         """The schedule is a function of the world's samples, so every policy and every solo sees the same one."""
         if self.scheduler is None:
             return
         due = at // self.recipe.batch_size
-        with _no_advice_on_order() if self.steps == 0 else contextlib.nullcontext():
-            while self.ticks < due:
-                self.scheduler.step()
-                self.ticks += 1
+        try:
+            with _no_advice_on_order() if self.steps == 0 else contextlib.nullcontext():
+                while self.ticks < due:
+                    self.scheduler.step()
+                    self.ticks += 1
+        except Exception as error:
+            raise self._step_error(error, " in the optimizer") from error
 
     def _step_error(self, error: Exception, where: str = "") -> StepError:
         return StepError(
@@ -214,7 +266,10 @@ class Replica:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
+        # A checkpoint may come from a rank whose device wanted another form of the same optimizer.
+        form = OptimizerForm(self.optimizer)
         self.optimizer.load_state_dict(state["optimizer"])
+        form.restore()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.ticks, self.steps = state["ticks"], state["steps"]
@@ -222,6 +277,12 @@ class Replica:
         torch.set_rng_state(state["random"])
         if "cuda_random" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_random"], self.device)
+        self.forget_captures()
+
+    def forget_captures(self) -> None:
+        """After anything that moved or replaced what a captured step knows by its address."""
+        if self.captured is not None:
+            self.captured.forget()
 
 
 def _make_model(recipe: Recipe) -> nn.Module:
@@ -231,6 +292,8 @@ def _make_model(recipe: Recipe) -> nn.Module:
             f"model must be a torch.nn.Module or a function that makes one, got {type(model).__name__}",
             hint="pass model=make_model where make_model() returns an nn.Module",
         )
+    if recipe.memory_format == "channels_last":
+        to_channels_last(model)
     return model
 
 

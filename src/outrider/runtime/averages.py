@@ -20,6 +20,7 @@ from outrider.average.gradients import GradientExchange
 from outrider.average.host import HostAverager
 from outrider.average.optimizer_state import OptimizerArena
 from outrider.errors import ConfigError, WaitError
+from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.replica import Replica
 from outrider.runtime.window import BATCHES, NUM_FACTS
 from outrider.runtime.world import World
@@ -41,7 +42,7 @@ class Averages(Protocol):
     def close(self) -> None: ...
 
 
-def make_averages(replica: Replica, world: World, *, backend: str, verify: bool) -> Averages:
+def make_averages(replica: Replica | LoopReplica, world: World, *, backend: str, verify: bool) -> Averages:
     if world.size == 1:
         return SoloAverages(replica.device)
     return GroupAverages(replica, world, backend=backend, verify=verify)
@@ -88,7 +89,7 @@ class SoloAverages:
 class GroupAverages:
     """Averages with the other ranks; collectives run in the same order on all of them."""
 
-    def __init__(self, replica: Replica, world: World, *, backend: str, verify: bool) -> None:
+    def __init__(self, replica: Replica | LoopReplica, world: World, *, backend: str, verify: bool) -> None:
         _check_layouts(replica, world)
         self._replica = replica
         device = replica.device if backend == "nccl" else torch.device("cpu")
@@ -107,6 +108,7 @@ class GroupAverages:
         verifier = Verifier(world.rank, self._collective.gather) if verify else None
         averager = DeviceAverager if backend == "nccl" else HostAverager
         self._averager = averager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
+        self._timeout_s = world.timeout_s
         self._batches_by_rank = [0.0] * world.size
         self._has_optimizer = False
 
@@ -125,6 +127,7 @@ class GroupAverages:
     def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled:
         self._gradients.pack(samples, facts)
         self._collective.sum_(self._gradients.wires)
+        self._collective.finish(self._timeout_s)
         return self._gradients.settle()
 
     def begin(self, samples: int, facts: Sequence[float]) -> None:
@@ -155,6 +158,8 @@ class GroupAverages:
     def _attach_optimizer(self) -> None:
         self._exchange.attach(OptimizerArena(self._replica.optimizer))
         self._has_optimizer = True
+        if isinstance(self._replica, Replica):
+            self._replica.forget_captures()  # the state has moved
 
     def wait_for_device(self) -> None:
         _wait_for(self._replica.device)
@@ -176,7 +181,7 @@ class GroupAverages:
             self._averager.close()
 
 
-def _check_layouts(replica: Replica, world: World) -> None:
+def _check_layouts(replica: Replica | LoopReplica, world: World) -> None:
     """Flat arenas are summed element by element: another layout would mix up parameters without a sign."""
     layouts = world.exchange_json(replica.arena.fingerprint, name="layouts")
     for rank, layout in enumerate(layouts):

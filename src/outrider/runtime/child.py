@@ -82,7 +82,7 @@ def _run(link: Link, payload_path: Path) -> int:
     # Also SystemExit and KeyboardInterrupt: a rank that ends early has failed, whatever it calls it.
     except BaseException as error:
         traceback.print_exc()
-        link.send("error", **describe_error(error, rank=link.rank, spec=link.spec))
+        link.send("error", **describe_error(error, rank=link.rank, spec=link.spec, step=link.step))
         return 1
     link.send("done")
     return 0

@@ -40,6 +40,8 @@ class RunConfig:
     port: int = 0
     timeout_s: float = 300.0
     record_schedule: bool = False
+    sample_utilization: bool = True
+    """Sample how busy the devices are, where this program starts the ranks."""
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
@@ -49,6 +51,7 @@ class RunConfig:
         check_positive("checkpoint_every", self.checkpoint_every)
         check_positive("timeout_s", self.timeout_s)
         check_flag("verify", self.verify)
+        check_flag("sample_utilization", self.sample_utilization)
         for name in OBJECTS:
             if getattr(self, name) is not None:
                 check_callable(name, getattr(self, name))

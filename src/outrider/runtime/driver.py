@@ -5,10 +5,12 @@ Decides nothing about the schedule; it measures, counts and records. One driver 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from outrider.average.facts import Settled
 from outrider.core.effects import (
     Average,
     Batch,
@@ -29,12 +31,16 @@ from outrider.core.effects import (
 from outrider.core.schedule import ScheduleRecorder
 from outrider.data.feed import Feed
 from outrider.data.leases import Leases
+from outrider.data.parcel import parcel_of
 from outrider.errors import OutriderError
+from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.replica import Replica
 from outrider.runtime.averages import Averages
+from outrider.runtime.clock import DeviceClock
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.window import AverageAccount, Window, as_report
 from outrider.timeline.recorder import Recorder
+from outrider.timeline.windows import WindowLog
 
 
 class Driver:
@@ -43,7 +49,7 @@ class Driver:
     def __init__(
         self,
         *,
-        replica: Replica,
+        replica: Replica | LoopReplica,
         feed: Feed,
         averages: Averages,
         throttle: Throttle,
@@ -59,6 +65,11 @@ class Driver:
         self.stop_requested = stop_requested
         self.on_step = on_step
         self.window = Window()
+        self.clock: DeviceClock | None = None
+        """Measures steps by events; not where a user's loop takes them."""
+        if isinstance(replica, Replica) and replica.device.type == "cuda":
+            self.clock = DeviceClock(replica.device)
+        self.window_log = WindowLog(recorder, slept_s=lambda: throttle.slept_s)
         self.account = AverageAccount()
         self.windows = 0
         self.is_stopped = False
@@ -70,14 +81,12 @@ class Driver:
         self.drift: float | None = None
         self.schedule: ScheduleRecorder | None = None
         """Keeps the effects of a segment where they are asked for."""
-        self._epoch_base = 0
+        self.epoch_base = 0
         self._leases: Leases | None = None
         self._stepped_since_begin = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Take: self._take,
             Expect: self._expect,
-            Step: self._step,
-            SharedStep: self._shared_step,
             Average: self._average,
             Begin: self._begin,
             Poll: self._poll,
@@ -88,15 +97,38 @@ class Driver:
 
     def run(self, policy: Policy, *, leases: Leases, epoch_base: int) -> None:
         """One segment of an epoch, to the end of the policy."""
+        replica = self.replica
+        assert isinstance(replica, Replica), "in a user's loop the user takes the steps"
+        steps = self.steps(policy, leases=leases, epoch_base=epoch_base)
+        report: Report | None = None
+        if self.clock is not None:
+            self.clock.restart()
+        with contextlib.suppress(StopIteration):
+            while True:
+                effect = steps.send(report)
+                if isinstance(effect, SharedStep):
+                    report = self._shared_step(replica, effect)
+                else:
+                    self._step(replica, effect)
+                    report = None
+        # A device may still be at the last steps.
+        self.averages.wait_for_device()
+        replica.check_loss()
+
+    def steps(
+        self, policy: Policy, *, leases: Leases, epoch_base: int
+    ) -> Generator[Step | SharedStep, Report | None, None]:
+        """Do all of a segment but its steps: those are yielded for the caller to do, who sends back a report."""
         self._leases = leases
-        self._epoch_base = epoch_base
+        self.epoch_base = epoch_base
         result: Any = None
         while True:
             try:
                 effect: Effect = policy.send(result)
             except StopIteration:
-                break
-            result = self._handlers[type(effect)](effect)
+                self.window_log.end()
+                return
+            result = (yield effect) if isinstance(effect, Step | SharedStep) else self._handlers[type(effect)](effect)
             if self.schedule is not None:
                 self.schedule.saw(effect, result)
 
@@ -104,18 +136,26 @@ class Driver:
 
     def _take(self, effect: Take) -> Lease | None:
         assert self._leases is not None
-        started_s = time.perf_counter()
-        lease = self._leases.take(effect)
-        self.window.exposed_s += time.perf_counter() - started_s
-        return lease
+        with self._gap():
+            return self._leases.take(effect)
 
     def _expect(self, effect: Expect) -> None:
         self.feed.announce(effect.batches)
 
-    def _fetch(self, batch: Batch) -> Any:
+    def fetch(self, batch: Batch) -> Any:
+        """The data of a batch; waiting for it is recorded."""
+        return self._fetch_by(self.feed.fetch, batch)
+
+    def _data_for(self, replica: Replica, batch: Batch) -> Any:
+        """A captured step unpacks its batch itself."""
+        if replica.captured is None:
+            return self.fetch(batch)
+        return self._fetch_by(lambda batch: parcel_of(self.feed, batch), batch)
+
+    def _fetch_by(self, fetch: Callable[[Batch], Any], batch: Batch) -> Any:
         started_s = time.perf_counter()
         try:
-            return self.feed.fetch(batch)
+            return fetch(batch)
         except OutriderError as error:
             error.rank, error.step = self.replica.rank, self.replica.steps
             raise
@@ -124,36 +164,50 @@ class Driver:
 
     # Steps
 
-    def _step(self, effect: Step) -> None:
+    def _step(self, replica: Replica, effect: Step) -> None:
         started_s = time.perf_counter()
         with self.throttle:
-            data = self._fetch(effect.batch)
-            self.replica.step(data, samples=effect.batch.count, at=self._epoch_base + effect.at)
-        self._stepped(effect.batch.count, time.perf_counter() - started_s)
+            data = self._data_for(replica, effect.batch)
+            replica.step(data, samples=effect.batch.count, at=self.epoch_base + effect.at)
+            if self.clock is not None:
+                self.clock.stepped()
+        self.stepped(effect.batch.count, time.perf_counter() - started_s)
 
-    def _shared_step(self, effect: SharedStep) -> Report:
+    def _shared_step(self, replica: Replica, effect: SharedStep) -> Report:
         samples = effect.batch.count
         started_s = time.perf_counter()
         with self.throttle:
             if samples:
-                self.replica.gradient(self._fetch(effect.batch), samples=samples)
+                replica.gradient(self._data_for(replica, effect.batch), samples=samples)
             else:
-                self.replica.no_gradient()
+                replica.no_gradient()
             self.averages.wait_for_device()
         computed_s = time.perf_counter()
-        self.window.stepped(samples=samples, seconds=computed_s - started_s)
-        settled = self.averages.average_gradients(samples, self._facts(is_dry=False))
+        self.computed(samples, computed_s - started_s)
+        settled = self.averages.average_gradients(samples, self.facts())
         averaged_s = time.perf_counter()
         with self.throttle:
-            self.replica.update(at=self._epoch_base + effect.at)
+            replica.update(at=self.epoch_base + effect.at)
+        replica.watch_loss()
         self.window.compute_s += time.perf_counter() - averaged_s
         self.window.exposed_s = averaged_s - computed_s
+        return self.shared(samples, settled)
+
+    def computed(self, samples: int, seconds: float) -> None:
+        """A gradient, or a whole local step, took this long."""
+        self.window.stepped(samples=samples, seconds=seconds)
+        self.window_log.stepped(samples=samples, seconds=seconds)
+
+    def shared(self, samples: int, settled: Settled) -> Report:
+        """A shared step ended; what the ranks told each other in it."""
+        self.window_log.averaged(self.window.exposed_s)
         self.samples += samples
         self.on_step()
         return self._report(settled.facts, None, is_blocking=True)
 
-    def _stepped(self, samples: int, seconds: float) -> None:
-        self.window.stepped(samples=samples, seconds=seconds)
+    def stepped(self, samples: int, seconds: float) -> None:
+        """A local step ended."""
+        self.computed(samples, seconds)
         self.samples += samples
         self._stepped_since_begin = True
         self.on_step()
@@ -162,20 +216,25 @@ class Driver:
 
     def _average(self, effect: Average) -> Report:
         self._wait_for_device()
+        self._end_window()
         started_s = time.perf_counter()
-        settled = self.averages.average(effect.samples, self._facts(is_dry=False))
+        settled = self.averages.average(self._taken(effect.samples), self.facts())
         elapsed_s = time.perf_counter() - started_s
         self.window.exposed_s = elapsed_s
+        if self.clock is not None:
+            self.clock.restart()
         report = self._report(settled.facts, settled.drift, is_blocking=True)
         self._record_average(report, elapsed_s)
         return report
 
     def _begin(self, effect: Begin) -> None:
-        self._wait_for_device()
-        started_s = time.perf_counter()
-        self.averages.begin(effect.samples, self._facts(is_dry=effect.is_dry))
+        # Nobody stops here: events tell what the steps took, as far as they are done.
+        if self.clock is None:
+            self._wait_for_device()
+        self._end_window()
+        with self._gap():
+            self.averages.begin(self._taken(effect.samples), self._facts(is_dry=effect.is_dry))
         self._stepped_since_begin = False
-        self.window.exposed_s += time.perf_counter() - started_s
 
     def _poll(self, effect: Poll) -> Report | None:
         return self._take_in() if self.averages.is_ready() else None
@@ -187,16 +246,21 @@ class Driver:
         return report
 
     def _take_in(self) -> Report:
-        started_s = time.perf_counter()
-        settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
-        elapsed_s = time.perf_counter() - started_s
-        self.window.exposed_s += elapsed_s
+        with self._gap():
+            settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
         report = self._report(settled.facts, settled.drift, is_blocking=False)
         self._record_average(report, (settled.total_ms or 0.0) / 1e3)
         return report
 
     def _merge(self, effect: Merge) -> None:
         self.averages.average(effect.samples, self._facts(is_dry=True))
+
+    def _taken(self, planned: int) -> int:
+        """Samples since the last average: fewer than the policy planned where a user left the loop early."""
+        return min(planned, self.window.samples)
+
+    def facts(self) -> list[float]:
+        return self._facts(is_dry=False)
 
     def _facts(self, *, is_dry: bool) -> list[float]:
         return self.window.facts(is_dry=is_dry, wants_stop=self.stop_requested())
@@ -220,16 +284,8 @@ class Driver:
             self.recorder.event("wait", cause="average", window=report.window - 1, ms=round(waited_s * 1e3, 3))
 
     def _record_average(self, report: Report, elapsed_s: float) -> None:
-        mine = report.ranks[self.replica.rank]
-        self.recorder.event(
-            "average",
-            window=report.window,
-            ms=round(elapsed_s * 1e3, 3),
-            samples=mine.samples,
-            batches=mine.batches,
-            compute_ms=round(mine.compute_ms, 3),
-            drift=report.drift,
-        )
+        ms = round(elapsed_s * 1e3, 3)
+        self.recorder.event("average end", window=report.window, ms=ms, drift=report.drift)
 
     def _note(self, effect: Note) -> None:
         decision = effect.decision
@@ -239,9 +295,33 @@ class Driver:
         if self.replica.rank == 0:
             self.recorder.event(decision.kind, value=decision.value, reason=decision.reason, **decision.details)
 
+    @contextlib.contextmanager
+    def _gap(self) -> Iterator[None]:
+        """What is no step, and takes time from the compute path."""
+        if self.clock is not None:
+            with self.clock.gap():
+                yield
+            return
+        started_s = time.perf_counter()
+        yield
+        self.window.exposed_s += time.perf_counter() - started_s
+
     def _wait_for_device(self) -> None:
         """Kernels run behind the host: the window's time ends when they do."""
         started_s = time.perf_counter()
         self.averages.wait_for_device()
-        self.window.compute_s += time.perf_counter() - started_s
+        waited_s = time.perf_counter() - started_s
+        self.window.compute_s += waited_s
+        self.window_log.waited_for_device(waited_s)
         self.replica.check_loss()
+
+    def _end_window(self) -> None:
+        """The steps of a window are over, and its average starts."""
+        if self.clock is not None:
+            assert isinstance(self.replica, Replica)
+            self.replica.watch_loss()
+            measured = self.clock.measure(self.window.batches)
+            self.window.compute_s = measured.compute_s
+            self.window.exposed_s += measured.exposed_s
+        self.window_log.end(self.windows)
+        self.recorder.event("average start", window=self.windows)

@@ -16,6 +16,7 @@ from outrider.machine.devices import DeviceSpec, parse_devices
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Set for ranks of our own launcher, whose variables otherwise look like torchrun's.
 _OWN_MARK = "OUTRIDER_RANK"
+_DEVICES = "OUTRIDER_DEVICES"
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,6 +50,18 @@ class Environment:
             "MASTER_PORT": str(self.master_port),
             _OWN_MARK: str(self.rank),
         }
+
+
+def wanted_devices(given: str | Sequence[str], variables: Mapping[str, str] = os.environ) -> str | Sequence[str]:
+    """The devices to use: those of `outrider run --devices`, or else those that the program names."""
+    return variables.get(_DEVICES) or given
+
+
+def alone() -> Environment:
+    """Who we are where there is nobody else."""
+    return Environment(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, master_addr="127.0.0.1", master_port=0, has_store=True
+    )
 
 
 def adopted(variables: Mapping[str, str] = os.environ) -> Environment | None:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +24,7 @@ from outrider.errors import ConfigError
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
 from outrider.runtime.child import BOOT
 from outrider.runtime.environment import Environment, launched
+from outrider.runtime.mps import slices
 from outrider.runtime.payload import library_folders, write_payload
 from outrider.runtime.rank_process import RankProcess
 from outrider.runtime.ranks import Ranks
@@ -43,22 +44,27 @@ def launch(
     environment: Mapping[str, str] | None = None,
     interpreters: Sequence[str] | None = None,
     num_threads: int | None = None,
+    shown_rank: int | None = None,
 ) -> Ranks:
     """Run `target(link, **payload)` in one new process per device.
 
     `environment` is added to the variables of all ranks; `interpreters` gives each rank a Python of its own;
-    `num_threads` is for each rank, by default the ranks share the cores.
+    `num_threads` is for each rank, by default the ranks share the cores. Slices of a GPU get a private MPS daemon that
+    ends with the ranks. `shown_rank` writes where this process does instead of to a log.
     """
     _check_not_in_rank()
     orders = _orders(
         devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir, num_threads=num_threads
     )
+    orders = [replace(order, is_shown=order.rank == shown_rank) for order in orders]
     with ExitStack() as cleanup:
         folder = Path(tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-"))
         remove_folder = partial(shutil.rmtree, folder, ignore_errors=True)
         cleanup.callback(remove_folder)
         write_payload(folder / "payload", target, payload)
         port = _serve_store(port, cleanup=cleanup)
+        own = cleanup.enter_context(slices(devices))
+        orders = [replace(order, variables={**order.variables, **own[order.rank]}) for order in orders]
         processes = _start_all(orders, folder=folder, port=port)
         ranks = Ranks(processes, on_all_started=remove_folder, on_end=cleanup.pop_all().close)
     ranks.begin_watching()
@@ -85,6 +91,8 @@ class _Order:
     interpreter: str
     variables: Mapping[str, str]
     log_path: Path
+    is_shown: bool = False
+    """Writes to the terminal of the starter, not to its log."""
 
 
 def _orders(
@@ -149,7 +157,7 @@ def _start(order: _Order, *, folder: Path, port: int) -> RankProcess:
         start_path = folder / f"rank{order.rank}.json"
         start = _start_file(order, folder=folder, messages_fd=rank_messages_fd, control_fd=rank_control_fd)
         start_path.write_text(json.dumps(start))
-        log = ends_of_rank.enter_context(_open_log(order.log_path))
+        log = None if order.is_shown else ends_of_rank.enter_context(_open_log(order.log_path))
         process = _spawn(order, start_path, port=port, log=log, pass_fds=(rank_messages_fd, rank_control_fd))
         on_failure.pop_all()
     return RankProcess(
@@ -197,14 +205,14 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def _spawn(
-    order: _Order, start_path: Path, *, port: int, log: BinaryIO, pass_fds: tuple[int, int]
+    order: _Order, start_path: Path, *, port: int, log: BinaryIO | None, pass_fds: tuple[int, int]
 ) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             [order.interpreter, "-c", BOOT, str(start_path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=None if log is None else subprocess.STDOUT,
             env={**os.environ, **order.variables, **_environment(order, port=port).variables()},
             pass_fds=pass_fds,
             # Ctrl-C in the terminal must reach the starter alone, which ends the ranks in order.

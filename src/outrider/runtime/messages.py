@@ -61,6 +61,8 @@ class Link:
         self.spec = spec
         self.num_threads = num_threads
         self.stop_requested = threading.Event()
+        self.step: int | None = None
+        """Where a user's loop was when it failed."""
         self._deliver = deliver
 
     @property
@@ -93,7 +95,7 @@ def adopted_link(
     )
 
 
-def describe_error(error: BaseException, *, rank: int, spec: DeviceSpec) -> dict[str, Any]:
+def describe_error(error: BaseException, *, rank: int, spec: DeviceSpec, step: int | None = None) -> dict[str, Any]:
     """The fields of an error message; what the user's code raised becomes a StepError."""
     if isinstance(error, OutriderError):
         return {
@@ -108,10 +110,10 @@ def describe_error(error: BaseException, *, rank: int, spec: DeviceSpec) -> dict
     words = ": ".join(part for part in (type(error).__name__, str(error)) if part)
     return {
         "type": kind.__name__,
-        "message": f"rank {rank} ({spec}): {words}",
+        "message": f"rank {rank} ({spec}){'' if step is None else f', step {step}'}: {words}",
         "hint": None,
         "rank": rank,
-        "step": None,
+        "step": step,
         "traceback": user_traceback(error),
     }
 

@@ -42,6 +42,8 @@ class EpochMetrics:
     """Wall time since the start of the first epoch, evaluation included."""
     is_complete: bool
     """False for an epoch that a stop cut short."""
+    peak_memory_bytes_by_rank: tuple[int | None, ...] = ()
+    """The most that each rank has needed so far: on a GPU what torch allocated, else the process's resident memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,7 @@ class RankAccount:
     seconds: float
     eval_s: float
     wants_stop: bool
+    peak_memory_bytes: int | None = None
 
 
 def combine(
@@ -98,6 +101,7 @@ def combine(
         train_s=train_s_before + seconds,
         wall_s=wall_s,
         is_complete=is_complete,
+        peak_memory_bytes_by_rank=tuple(account.peak_memory_bytes for account in accounts),
     )
 
 
@@ -106,4 +110,5 @@ def as_json(metrics: EpochMetrics) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> EpochMetrics:
-    return EpochMetrics(**{**fields, "share_by_rank": tuple(fields["share_by_rank"])})
+    by_rank = {name: tuple(fields.get(name, ())) for name in ("share_by_rank", "peak_memory_bytes_by_rank")}
+    return EpochMetrics(**fields | by_rank)

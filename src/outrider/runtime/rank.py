@@ -18,6 +18,7 @@ from outrider.core.planner import Planner
 from outrider.core.policies import open_policy
 from outrider.core.schedule import ScheduleRecorder
 from outrider.core.split import Splitter
+from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.feed import Feed, make_feed
 from outrider.data.leases import Leases, LocalLeases, StoreLeases
 from outrider.data.order import in_order, shuffled
@@ -31,9 +32,11 @@ from outrider.runtime.context import EpochContext
 from outrider.runtime.driver import Driver
 from outrider.runtime.evaluation import Evaluated, Evaluation
 from outrider.runtime.folder import RunFolder, load_into
+from outrider.runtime.memory import peak_memory_bytes
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics, RankAccount, as_json, combine
-from outrider.runtime.record import commit, write_record, write_schedule, write_timeline
+from outrider.runtime.record import commit, gpu_uuid, write_record, write_schedule, write_timeline
+from outrider.runtime.rehearse import agree_on_format, decide_execution
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.window import AverageAccount
 from outrider.runtime.world import World
@@ -92,17 +95,23 @@ class RankRun:
         self.is_over = False
         self._first_epoch_s: float | None = None
         self._last_progress_s = 0.0
+        self._slept_s = 0.0
         self._feeds: list[Feed] = []
         self.averages: Averages | None = None
 
     # Set-up
 
+    @property
+    def num_samples(self) -> int:
+        return self.feed.num_samples
+
     def prepare(self) -> None:
         """Everything up to the first step; all ranks leave with the same parameters."""
         recipe, world = self.recipe, self.world
         self.replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
-        self.feed = self._open_feed(recipe.dataset, collate=self.config.collate)
+        self.feed = self._open_feed(recipe.dataset, augment=recipe.augment)
         check_num_samples(self.feed.num_samples, world_size=world.size)
+        agree_on_format(self.replica, self.feed, world=world, devices=self.devices, recorder=self.recorder)
         self.averages = make_averages(self.replica, world, backend=self.backend, verify=self.config.verify)
         self.driver = Driver(
             replica=self.replica,
@@ -117,7 +126,8 @@ class RankRun:
         average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
         self.averages.start_from_rank_zero()
         self.averages.restore(average_state)
-        self.recorder.event("ready", device=str(world.spec), feed=self.feed.reason)
+        decide_execution(self.replica, self.feed, recorder=self.recorder)
+        self.recorder.event("ready", device=str(world.spec), gpu=gpu_uuid(world.device), feed=self.feed.reason)
         self._record_compensation()
         if world.rank == 0:
             write_record(self.folder, self, status="running")
@@ -128,14 +138,15 @@ class RankRun:
             value = {"outer": chosen.outer.kind, "learning rate follows ranks": chosen.follows_ranks}
             self.recorder.event("compensation", value=value, reason=chosen.reason)
 
-    def _open_feed(self, dataset: Any, *, collate: Any) -> Feed:
+    def _open_feed(self, dataset: Any, *, augment: AugmentFunction | None = None) -> Feed:
         feed = make_feed(
             dataset,
             device=self.world.device,
             workers=self.config.workers,
-            collate=collate,
+            collate=self.config.collate,
             resident=self.config.resident,
             seed=self.recipe.seed,
+            augment=augment,
         )
         self._feeds.append(feed)
         return feed
@@ -143,7 +154,7 @@ class RankRun:
     def _open_evaluation(self) -> Evaluation | None:
         if self.recipe.evaluate is None:
             return None
-        feed = self._open_feed(self.recipe.eval_dataset, collate=self.config.collate)
+        feed = self._open_feed(self.recipe.eval_dataset)
         return Evaluation(self.replica, feed, self._open_leases, world_size=self.world.size)
 
     # Epochs
@@ -255,6 +266,8 @@ class RankRun:
     def _conclude(self, epoch: int, seconds: float) -> EpochMetrics:
         evaluating_s = time.perf_counter()
         evaluated = self.evaluation.run(f"eval/{epoch}/{self.position}") if self.evaluation else Evaluated()
+        eval_s = time.perf_counter() - evaluating_s
+        self._record_beside_training(epoch, eval_s)
         loss_sum, loss_samples = self.replica.tally.drain()
         account = RankAccount(
             loss_sum=loss_sum,
@@ -267,8 +280,9 @@ class RankRun:
             average_cost_s=self.driver.account.cost_s,
             wait_s=self.driver.account.wait_s,
             seconds=seconds,
-            eval_s=time.perf_counter() - evaluating_s,
+            eval_s=eval_s,
             wants_stop=self.link.stop_requested.is_set(),
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
         )
         accounted_s = time.perf_counter()
         accounts = [RankAccount(**fields) for fields in self.world.exchange_json(asdict(account))]
@@ -288,6 +302,13 @@ class RankRun:
         waits_ms = {cause: round(seconds * 1e3, 3) for cause, seconds in self.recorder.wait_s.items()}
         self.recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval, waits_ms=waits_ms)
         return metrics
+
+    def _record_beside_training(self, epoch: int, eval_s: float) -> None:
+        if self.evaluation is not None:
+            self.recorder.event("evaluation", epoch=epoch, ms=round(eval_s * 1e3, 3))
+        slept_s, self._slept_s = self.driver.throttle.slept_s - self._slept_s, self.driver.throttle.slept_s
+        if slept_s > 0:
+            self.recorder.event("throttle", epoch=epoch, ms=round(slept_s * 1e3, 3))
 
     def _go_on(self, metrics: EpochMetrics) -> None:
         """Book the epoch, and save what is due."""

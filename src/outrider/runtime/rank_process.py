@@ -96,13 +96,15 @@ class RankProcess:
     def death(self) -> OutriderError:
         """The error for a rank that ended without a word."""
         code = self._process.returncode
-        hint = f"see {self._log_path}"
+        hint = f"see {self._log_path}" if self._log_path.exists() else "see its output above"
         if code == -signal.SIGKILL:
             hint += "; a system out of memory ends processes this way"
         how = f"died with {_signal_name(-code)}" if code < 0 else f"ended with exit code {code} before it was done"
         return OutriderError(f"{self.label} {how}", hint=hint, rank=self.rank, traceback=self._log_tail())
 
     def _log_tail(self) -> str | None:
+        if not self._log_path.exists():
+            return None
         with open(self._log_path, "rb") as file:
             file.seek(max(0, os.path.getsize(self._log_path) - _LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

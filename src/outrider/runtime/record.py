@@ -10,19 +10,33 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from outrider._version import __version__
 from outrider.errors import DataError, OutriderError
 from outrider.replica import recipe as recipes
+from outrider.replica.recipe import Recipe
 from outrider.runtime import config as configs
+from outrider.runtime.config import RunConfig
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
 from outrider.timeline.recorder import Event, merged
 
-if TYPE_CHECKING:
-    from outrider.runtime.rank import RankRun
+
+class Recorded(Protocol):
+    """What a record needs to know of a run."""
+
+    recipe: Recipe
+    config: RunConfig
+    backend: str
+    devices: tuple[str, ...]
+    started_at: str
+    commit: str | None
+    history: list[dict[str, Any]]
+
+    @property
+    def num_samples(self) -> int: ...
 
 
 def environment() -> dict[str, Any]:
@@ -40,6 +54,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def gpu_uuid(device: torch.device) -> str | None:
+    """The name by which NVML knows a CUDA device: the two count devices in different orders."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
 def commit() -> str | None:
     """The commit of the folder the run was started in; None where there is none."""
     try:
@@ -51,7 +70,7 @@ def commit() -> str | None:
     return answer.stdout.strip() or None
 
 
-def write_record(folder: RunFolder, run: RankRun, *, status: str) -> None:
+def write_record(folder: RunFolder, run: Recorded, *, status: str) -> None:
     """Written at the start and after every epoch, so that a run that dies leaves the epochs it finished."""
     folder.write_json(
         "record.json",
@@ -62,7 +81,7 @@ def write_record(folder: RunFolder, run: RankRun, *, status: str) -> None:
             "policy": run.recipe.policy,
             "backend": run.backend,
             "devices": run.devices,
-            "num_samples": run.feed.num_samples,
+            "num_samples": run.num_samples,
             "options": recipes.settings(run.recipe) | configs.settings(run.config),
             "environment": environment(),
             "commit": run.commit,

@@ -6,6 +6,7 @@ Does not decide what is averaged or when. Called by the rank driver, once per pr
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -25,16 +26,19 @@ import torch.distributed as dist
 # Its functions keep the group that exists at import as a default. torch imports it behind the first optimizer,
 # and the store's port would then stay open: so it is imported before there is a group.
 import torch.distributed.nn
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from outrider.errors import ConfigError, DeviceError, PeerLostError, WaitError, nearest
 from outrider.machine.devices import DeviceSpec, parse_devices
+from outrider.runtime import nccl, slice_check
 from outrider.runtime.messages import Link
 from outrider.runtime.store import open_store
 
 BACKENDS = ("auto", "cpu", "nccl")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SETTLE_S = 0.05
+_worlds = itertools.count()
+"""Counts the worlds that this process joined; all ranks join the same ones in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,29 +57,34 @@ def choose_backend(backend: str, specs: Sequence[DeviceSpec], *, hosts: Sequence
         raise ConfigError(f"unknown backend {backend!r}", hint=f"{guess}backends are {', '.join(BACKENDS)}")
     if backend == "cpu":
         return Choice(backend="cpu", reason="asked for")
-    obstacle = _obstacle_to_nccl(specs, hosts or [""] * len(specs))
+    obstacle = _obstacle_to_nccl(specs)
     if backend == "nccl":
         if obstacle:
             raise DeviceError(
                 f"backend nccl cannot be used: {obstacle}", hint='leave backend out, or pass backend="cpu"'
             )
         return Choice(backend="nccl", reason="asked for")
-    if obstacle:
-        return Choice(backend="cpu", reason=f"auto: {obstacle}")
-    return Choice(backend="nccl", reason="auto: every rank has a whole CUDA device of its own")
+    drawback = obstacle or _drawback_of_nccl(specs, hosts or [""] * len(specs))
+    if drawback:
+        return Choice(backend="cpu", reason=f"auto: {drawback}")
+    return Choice(backend="nccl", reason="auto: every rank has a CUDA device, or a slice of one, of its own")
 
 
-def _obstacle_to_nccl(specs: Sequence[DeviceSpec], hosts: Sequence[str]) -> str | None:
-    first_at: dict[tuple[str, str], int] = {}
-    for rank, (spec, host) in enumerate(zip(specs, hosts, strict=True)):
+def _obstacle_to_nccl(specs: Sequence[DeviceSpec]) -> str | None:
+    for rank, spec in enumerate(specs):
         if spec.kind != "cuda":
             return f"rank {rank} is on {spec}, and nccl joins CUDA devices only"
-        if spec.share is not None:
-            return f"rank {rank} is on {spec}, and nccl needs whole devices"
-        other = first_at.setdefault((host, spec.torch_name), rank)
-        if other != rank:
-            return f"ranks {other} and {rank} share {spec}, and nccl needs a device per rank"
     return None if dist.is_nccl_available() else "this torch was built without nccl"
+
+
+def _drawback_of_nccl(specs: Sequence[DeviceSpec], hosts: Sequence[str]) -> str | None:
+    """Without slices the ranks of one GPU take turns, and a sum waits for the turn of each: ten times slower."""
+    first_at: dict[tuple[str, str], int] = {}
+    for rank, (spec, host) in enumerate(zip(specs, hosts, strict=True)):
+        other = first_at.setdefault((host, spec.torch_name), rank)
+        if other != rank and spec.share is None and specs[other].share is None:
+            return f"ranks {other} and {rank} share {spec} without slices, where nccl is slower"
+    return None
 
 
 class World:
@@ -94,21 +103,32 @@ class World:
         self.timeout_s = timeout_s
         self.specs: tuple[DeviceSpec, ...] = ()
         self.hosts: tuple[str, ...] = ()
+        self._seats: tuple[nccl.Seat, ...] = ()
         self._rounds: Counter[str] = Counter()
-        self._has_nccl = False
+        self._nccl_groups: list[dist.ProcessGroup] = []
         self._undo = ExitStack()
 
     @classmethod
     def join(cls, link: Link, *, timeout_s: float = 600.0) -> World:
         """Wait for all ranks; `timeout_s` holds for this and for every later wait unless said otherwise."""
         _use_device(link)
-        world = cls(link=link, store=open_store(link.environment, timeout_s=timeout_s), timeout_s=timeout_s)
+        # Kept in no variable here: the traceback of an error would keep the store's port open.
+        world = cls(link=link, store=_own_keys(open_store(link.environment, timeout_s=timeout_s)), timeout_s=timeout_s)
         world._undo.callback(world._drop_store)
         try:
             world._meet()
         except BaseException:
             world._undo.close()
             raise
+        return world
+
+    @classmethod
+    def alone(cls, link: Link, *, timeout_s: float = 600.0) -> World:
+        """A world of this process only: no port, no group."""
+        _use_device(link)
+        world = cls(link=link, store=HashStore(), timeout_s=timeout_s)
+        world._undo.callback(world._drop_store)
+        world.specs, world.hosts = (link.spec,), (socket.gethostname(),)
         return world
 
     def _meet(self) -> None:
@@ -123,9 +143,11 @@ class World:
             timeout=timedelta(seconds=self.timeout_s),
         )
         self._undo.callback(_destroy_groups)
-        seats = self.exchange_json({"device": str(self.spec), "host": socket.gethostname()}, name="seats")
-        self.specs = parse_devices([seat["device"] for seat in seats])
-        self.hosts = tuple(seat["host"] for seat in seats)
+        gpu_index = self.spec.index if self.spec.kind == "cuda" else None
+        seat = nccl.take_seat(device=str(self.spec), host=socket.gethostname(), gpu_index=gpu_index)
+        self._seats = tuple(nccl.Seat(**fields) for fields in self.exchange_json(asdict(seat), name="seats"))
+        self.specs = parse_devices([seat.device for seat in self._seats])
+        self.hosts = tuple(seat.host for seat in self._seats)
 
     def __enter__(self) -> World:
         return self
@@ -135,8 +157,8 @@ class World:
     ) -> None:
         if error is None:
             self._await_leave()
-        elif self._has_nccl:
-            # Destroying an NCCL group waits for peers that may never come; the end of the process does not.
+        elif not self.abort_nccl():
+            # Only the end of the process ends what does not even stop when told to.
             return
         self._undo.close()
 
@@ -151,11 +173,41 @@ class World:
 
     def group_for(self, backend: str) -> dist.ProcessGroup:
         """A new group of all ranks for averages with backend cpu (Gloo) or nccl."""
-        self._has_nccl |= backend == "nccl"
-        group: dist.ProcessGroup = dist.new_group(
-            backend="nccl" if backend == "nccl" else "gloo", timeout=timedelta(seconds=self.timeout_s)
-        )
+        if backend == "nccl":
+            return self._join_nccl()
+        return self._new_group("gloo")
+
+    def _join_nccl(self) -> dist.ProcessGroup:
+        if not self._nccl_groups:
+            nccl.check_versions(self._seats)
+            self._undo.enter_context(nccl.told(nccl.variables(self.rank, self._seats)))
+        group = self._new_group("nccl")
+        self._nccl_groups.append(group)
+        try:
+            # Communicators are made at their first use: now, where a failure can be explained.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            torch.cuda.current_stream(self.device).synchronize()
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self.rank} ({self.spec}) could not join the others over nccl {self._seats[self.rank].nccl}: "
+                f"{str(error).splitlines()[-1]}",
+                hint='set NCCL_DEBUG=INFO and see the rank logs, or pass backend="cpu"',
+                rank=self.rank,
+            ) from error
         return group
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_s))
+        return group
+
+    def abort_nccl(self) -> bool:
+        """End all NCCL groups and what they have under way, though peers may be gone; false where one does not end.
+
+        Afterwards `group_for` joins the ranks anew, where all of them call it.
+        """
+        groups, self._nccl_groups = self._nccl_groups, []
+        have_ended = [nccl.abort(group) for group in groups]
+        return all(have_ended)
 
     def barrier(self, what: str, timeout_s: float | None = None) -> None:
         """Wait until every rank is here; `what` is waited for, in words."""
@@ -212,6 +264,11 @@ class World:
             ) from error
 
 
+def _own_keys(store: Store) -> Store:
+    """A program may open one world after the other on the same store: each has keys of its own."""
+    return PrefixStore(f"world{next(_worlds)}", store)
+
+
 def _destroy_groups() -> None:
     # The destructor of a Gloo group joins its threads while it holds the interpreter's lock, and a thread that just
     # ended a collective wants that lock to let go of it: let them settle first.
@@ -222,6 +279,7 @@ def _destroy_groups() -> None:
 def _use_device(link: Link) -> None:
     """Make the rank's device the current one of this process, and give it its threads."""
     torch.set_num_threads(link.num_threads)
+    slice_check.check_share(link.spec, rank=link.rank)
     kind, index = link.spec.kind, link.spec.index
     modules: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}
     module = modules.get(kind)
@@ -234,8 +292,20 @@ def _use_device(link: Link) -> None:
             hint="run `outrider diagnose`",
             rank=link.rank,
         )
-    if index is not None:
+    if kind == "cuda":
+        _use_cuda(link)
+    elif index is not None:
         module.set_device(index)
+
+
+def _use_cuda(link: Link) -> None:
+    try:
+        torch.cuda.set_device(link.spec.index)
+        # CUDA starts with the first memory asked of it, and fails there where somebody else holds the GPU.
+        torch.empty(1, device=link.spec.torch_name)
+    except RuntimeError as error:
+        raise slice_check.unusable(link.spec, error, rank=link.rank) from error
+    slice_check.check_served(link.spec, rank=link.rank)
 
 
 @contextmanager

@@ -49,4 +49,6 @@ class Recorder:
 def merged(timelines: Iterable[Iterable[Event]]) -> dict[str, Any]:
     """All ranks' events in the order of time, as `timeline.json` has them."""
     events = [event for timeline in timelines for event in timeline]
-    return {"schema_version": SCHEMA_VERSION, "events": sorted(events, key=lambda e: (e["t"], e["rank"]))}
+    in_order = sorted(events, key=lambda event: (event["t"], event["rank"]))
+    # The starter samples utilization and adds it; ranks that others started are not sampled.
+    return {"schema_version": SCHEMA_VERSION, "utilization": None, "events": in_order}

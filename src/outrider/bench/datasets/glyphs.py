@@ -12,9 +12,10 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import TensorDataset
 
-from outrider.bench.datasets.pair import DataPair
+from outrider.bench.datasets.pair import DataPair, Part
 from outrider.data.order import mix
 
+NAME = "glyphs (stand-in)"
 SIDE = 28
 NUM_CLASSES = 10
 
@@ -49,15 +50,16 @@ class _Hand:
 def glyphs(num_train: int = 12_000, num_test: int = 2_000, seed: int = 0) -> DataPair:
     """Images as float32 [N, 1, 28, 28] in 0 to 1, labels as int64; the same for the same seed."""
     return DataPair(
-        name="glyphs (stand-in)",
-        train=_draw_set(num_train, seed=mix(seed, 0)),
-        test=_draw_set(num_test, seed=mix(seed, 1)),
+        name=NAME,
+        train=draw_part("train", num_train, seed),
+        test=draw_part("test", num_test, seed),
         is_stand_in=True,
     )
 
 
-def _draw_set(num_images: int, *, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
+def draw_part(part: Part, num_images: int, seed: int = 0) -> TensorDataset:
+    """One of the two sets alone."""
+    generator = torch.Generator().manual_seed(mix(seed, 0 if part == "train" else 1))
     labels = torch.randint(NUM_CLASSES, (num_images,), generator=generator)
     images = torch.empty(num_images, 1, SIDE, SIDE)
     for start in range(0, num_images, _CHUNK):

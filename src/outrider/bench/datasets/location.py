@@ -1,7 +1,7 @@
 """Where the files of a data set lie on this machine.
 
 Decides the order of places: the directory given, $OUTRIDER_DATA, the user's cache. Reads and downloads nothing.
-Called by the benchmarks, which fall back to a stand-in where it finds nothing.
+Called by `source.locate`, which downloads or falls back to a stand-in where it finds nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from pathlib import Path
 
 from outrider.errors import ConfigError, nearest
 
-# A file, compressed or not, by which the folder of a data set is known.
-_MARKERS = {"mnist": "train-images-idx3-ubyte"}
+# Files by which the folder of a data set is known; any one of them will do.
+_MARKERS = {
+    "mnist": ("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),
+    "cifar10": ("data_batch_1.bin", "cifar-10-binary.tar.gz"),
+    "shakespeare": ("input.txt",),
+}
+# The folder that an archive unpacks to.
+_UNPACKED = {"cifar10": "cifar-10-batches-bin"}
 
 
 def find_data(name: str, directory: str | Path | None = None) -> Path | None:
@@ -26,8 +32,8 @@ def find_data(name: str, directory: str | Path | None = None) -> Path | None:
             hint=f"did you mean {close!r}?" if close else "pick one of the known names",
         )
     for place in _places(directory):
-        for folder in (place / name, place):
-            if _holds(folder, _MARKERS[name]):
+        for folder in _folders(place, name):
+            if any((folder / marker).is_file() for marker in _MARKERS[name]):
                 return folder
     return None
 
@@ -51,5 +57,8 @@ def _places(directory: str | Path | None) -> Iterator[Path]:
     yield cache_directory()
 
 
-def _holds(folder: Path, marker: str) -> bool:
-    return (folder / f"{marker}.gz").is_file() or (folder / marker).is_file()
+def _folders(place: Path, name: str) -> Iterator[Path]:
+    for folder in (place / name, place):
+        if name in _UNPACKED:
+            yield folder / _UNPACKED[name]
+        yield folder

@@ -7,7 +7,6 @@ Called by the benchmarks with a folder from `find_data`.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import math
 import struct
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from outrider.bench.datasets.pair import DataPair
+from outrider.bench.datasets.official import read_checked
+from outrider.bench.datasets.pair import DataPair, Part
 from outrider.errors import DataError
 
 
@@ -55,39 +55,30 @@ def mnist(directory: str | Path) -> DataPair:
     folder = Path(directory).expanduser()
     return DataPair(
         name="MNIST",
-        train=_pair(folder, _TRAIN_IMAGES, _TRAIN_LABELS),
-        test=_pair(folder, _TEST_IMAGES, _TEST_LABELS),
+        train=read_part(folder, "train"),
+        test=read_part(folder, "test"),
         is_stand_in=False,
     )
 
 
-def _pair(folder: Path, images: _IdxFile, labels: _IdxFile) -> TensorDataset:
-    pixels = parse_idx(_read_checked(folder, images))
-    return TensorDataset(pixels.float().div_(255).unsqueeze(1), parse_idx(_read_checked(folder, labels)).long())
+def read_part(folder: Path, part: Part) -> TensorDataset:
+    """One of the two sets alone."""
+    images, labels = (_TRAIN_IMAGES, _TRAIN_LABELS) if part == "train" else (_TEST_IMAGES, _TEST_LABELS)
+    pixels = parse_idx(_content(folder, images))
+    return TensorDataset(pixels.float().div_(255).unsqueeze(1), parse_idx(_content(folder, labels)).long())
 
 
-def _read_checked(folder: Path, file: _IdxFile) -> bytes:
+def _content(folder: Path, file: _IdxFile) -> bytes:
     """The uncompressed content of the .gz file, or of the plain one where that is there instead."""
     compressed, plain = folder / f"{file.name}.gz", folder / file.name
     if compressed.is_file():
-        return gzip.decompress(_checked(compressed, file.md5_of_gz))
+        return gzip.decompress(read_checked(compressed, file.md5_of_gz))
     if plain.is_file():
-        return _checked(plain, file.md5)
+        return read_checked(plain, file.md5)
     raise DataError(
         f"{compressed.name} is missing in {folder}",
         hint="name the folder with the four official IDX files of MNIST, compressed or not",
     )
-
-
-def _checked(path: Path, expected_md5: str) -> bytes:
-    content = path.read_bytes()
-    found_md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found_md5 != expected_md5:
-        raise DataError(
-            f"{path} is not the official file: expected MD5 {expected_md5}, found {found_md5}",
-            hint="the download may be cut short; fetch the file again",
-        )
-    return content
 
 
 def parse_idx(content: bytes) -> Tensor:

@@ -6,8 +6,11 @@ Decides nothing. Made by the modules beside it, read by the demo and the benchma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.utils.data import TensorDataset
+
+Part = Literal["train", "test"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """What a classifier is trained with and measured by.
 
-Decides loss and accuracy of a batch (inputs, labels). Knows neither model nor data set.
+Decides loss and accuracy of a batch (inputs, labels), or of one whose images are bytes of colour. Knows no model.
 Called in the ranks, as `step` and `evaluate` of the demo and the benchmarks.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional
+
+from outrider.bench.datasets.augment import normalised
 
 
 def cross_entropy_step(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -23,3 +25,15 @@ def accuracy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     inputs, labels = batch
     predicted: Tensor = model(inputs).argmax(dim=1)
     return (predicted == labels).float().mean()
+
+
+def bytes_cross_entropy_step(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """The same for colour images as bytes, normalised here: a quarter of the memory where the data are kept."""
+    images, labels = batch
+    return cross_entropy_step(model, (normalised(images), labels))
+
+
+def bytes_accuracy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Accuracy on colour images as bytes."""
+    images, labels = batch
+    return accuracy(model, (normalised(images), labels))

@@ -1,0 +1,123 @@
+"""What measuring costs: epochs with sampling and recording against epochs without, in one run.
+
+Epochs go with, without, without, with, so that a machine that gets slower hurts both alike; the first four are warm-up.
+Prints the median ratio of the seconds of neighbouring epochs with its interval; `--json FILE` keeps the raw seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import outrider
+from outrider.runtime.record import commit
+from outrider.timeline.recorder import Recorder
+from outrider.timeline.sampler import Sampler
+from outrider.timeline.windows import WindowLog
+
+WARM_UP_EPOCHS = 4
+RECORDING = ((Recorder, "event"), (WindowLog, "stepped"), (WindowLog, "averaged"), (WindowLog, "end"))
+NUM_RESAMPLES = 2_000
+
+
+def is_measured(epoch: int) -> bool:
+    return epoch % 4 in (0, 3)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def switch_recording(context: outrider.EpochContext) -> None:
+    """Called in every rank before an epoch: the methods that record do nothing where the epoch is not measured."""
+    for owner, name in RECORDING:
+        original = owner.__dict__.get(f"original_{name}") or owner.__dict__[name]
+        setattr(owner, f"original_{name}", original)
+        setattr(owner, name, original if is_measured(context.epoch) else lambda *_, **__: None)
+
+
+def epoch_seconds(policy: str, options: argparse.Namespace, folder: Path) -> list[float]:
+    """Training seconds of every epoch of one run."""
+    inputs, labels = torch.randn(options.samples, 784), torch.randint(10, (options.samples,))
+    epoch = 0
+    original = Sampler._sample
+
+    def sample(self: Sampler, gauges: Any) -> None:
+        if is_measured(epoch):
+            original(self, gauges)
+
+    Sampler._sample = sample  # type: ignore[method-assign]
+    run = outrider.train(
+        make_model,
+        lambda parameters: torch.optim.SGD(parameters, 0.01),
+        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        (inputs, labels),
+        batch_size=64,
+        epochs=WARM_UP_EPOCHS + options.epochs,
+        policy=policy,
+        devices=options.devices,
+        anchor=20 if policy in ("cadence", "async") else None,
+        epoch_start=switch_recording,
+        run_dir=folder,
+    )
+    seconds = []
+    for metrics in run:
+        epoch = metrics.epoch + 1
+        seconds.append(metrics.seconds)
+    return seconds
+
+
+def ratios(seconds: list[float]) -> list[float]:
+    """With over without, for each two neighbouring epochs."""
+    pairs = zip(range(0, len(seconds), 2), range(1, len(seconds), 2), strict=True)
+    return [seconds[a] / seconds[b] if is_measured(a) else seconds[b] / seconds[a] for a, b in pairs]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % of the medians of bootstrap samples."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
+    return medians[round(0.025 * NUM_RESAMPLES)], medians[round(0.975 * NUM_RESAMPLES) - 1]
+
+
+def measure(policy: str, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = epoch_seconds(policy, options, Path(folder))[WARM_UP_EPOCHS:]
+    found = ratios(seconds)
+    low, high = interval(found)
+    middle = statistics.median(found)
+    print(f"{policy}: with / without {middle:.4f} (95 % {low:.4f} to {high:.4f}, {len(found)} pairs of epochs)")
+    rounded = [round(one, 4) for one in seconds]
+    return {"ratio": round(middle, 5), "ci95": [round(low, 5), round(high, 5)], "epoch_seconds": rounded}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--policies", default="cadence,sync")
+    parser.add_argument("--devices", default="cpu,cpu@0.4")
+    parser.add_argument("--epochs", type=int, default=80, help="a multiple of four; besides the warm-up")
+    parser.add_argument("--samples", type=int, default=8_000)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results with their raw seconds")
+    options = parser.parse_args()
+    results = {policy: measure(policy, options) for policy in options.policies.split(",")}
+    if options.json:
+        where = {"machine": platform.machine(), "num_cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+        what = {"devices": options.devices, "batch_size": 64, "samples_per_epoch": options.samples, "model": "mlp"}
+        versions = {"torch": torch.__version__, "outrider": outrider.__version__, "commit": commit()}
+        document = {"measured": {**what, **where, **versions}, "results": results}
+        options.json.write_text(json.dumps(document) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The file of an iteration benchmark: what PyTorch's own tools read, with keys of ours beside theirs.
+
+Decides how the file is read and written, and refuses what is none. Knows no torch. Called by benchmark and diff.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import DataError
+
+SCHEMA_VERSION = 1
+OWN_KEY = "outrider"
+"""Where our keys are in the file; PyTorch's tools print it and go on."""
+RESULTS_KEY = "benchmark_results"
+DDP = "ddp"
+_HINT = "pass a file written by `outrider bench iteration --json`, or by PyTorch's benchmarks/distributed/ddp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds per iteration of one world, as every rank took them: round by round, in a round rank by rank."""
+
+    num_ranks: int
+    is_plain: bool
+    """One device without any wrapper: what the others are held against."""
+    measurements: tuple[float, ...]
+    rounds: tuple[tuple[int, ...], ...] | None = None
+    """Per round of fresh processes, how many measurements each rank took; None where the file does not tell."""
+
+    @property
+    def label(self) -> str:
+        return "no DDP" if self.is_plain else f"{self.num_ranks} rank{'' if self.num_ranks == 1 else 's'}"
+
+    def percentile(self, percent: float) -> float:
+        return percentile(self.measurements, percent)
+
+    def iterations(self) -> list[list[float]]:
+        """Per round, each iteration once: ranks that step together are not independent, so their mean stands."""
+        iterations, start = [], 0
+        for counts in self._rounds():
+            ranks = []
+            for count in counts:
+                ranks.append(self.measurements[start : start + count])
+                start += count
+            # Ranks that step on their own may have taken different numbers of steps.
+            steps = zip(*ranks, strict=True) if len(set(counts)) == 1 else ((one,) for row in ranks for one in row)
+            iterations.append([math.fsum(step) / len(step) for step in steps])
+        return iterations
+
+    def _rounds(self) -> tuple[tuple[int, ...], ...]:
+        if self.rounds is not None:
+            return self.rounds
+        each, rest = divmod(len(self.measurements), self.num_ranks)
+        return ((len(self.measurements),) if rest else (each,) * self.num_ranks,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTimings:
+    """All worlds of one model and one runtime."""
+
+    model: str
+    """The name in the file; with a runtime other than DDP it says which."""
+    batch_size: int
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationFile:
+    """A benchmark as it was written down."""
+
+    name: str
+    settings: dict[str, Any]
+    """Everything but the results, nested keys joined with a space."""
+    models: tuple[ModelTimings, ...]
+    machine: dict[str, Any] = field(default_factory=dict)
+    """What its speed depends on; empty where the file does not tell."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Between the two nearest values, in proportion, as numpy does."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def document(
+    *,
+    pytorch_version: str,
+    cuda_version: str | None,
+    distributed_backend: str,
+    bucket_size: int,
+    models: Sequence[ModelTimings],
+    own: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The benchmark for programs; `own` is what only we tell."""
+    return {
+        "pytorch_version": pytorch_version,
+        "cuda_version": cuda_version,
+        "distributed_backend": distributed_backend,
+        "bucket_size": bucket_size,
+        OWN_KEY: {"schema_version": SCHEMA_VERSION, **own},
+        RESULTS_KEY: [_model_document(one) for one in models],
+    }
+
+
+def _model_document(one: ModelTimings) -> dict[str, Any]:
+    return {
+        "model": one.model,
+        "batch_size": one.batch_size,
+        "result": [
+            {
+                "ranks": list(range(timing.num_ranks)),
+                "measurements": list(timing.measurements),
+                "rounds": timing.rounds and [list(counts) for counts in timing.rounds],
+            }
+            for timing in one.timings
+        ],
+    }
+
+
+def read_iterations(path: Path) -> IterationFile:
+    """The benchmark in a file, ours or PyTorch's."""
+    content = _parsed(path)
+    entries = content.get(RESULTS_KEY)
+    if not isinstance(entries, list) or not entries:
+        raise DataError(f"{path} is no iteration benchmark: it has no {RESULTS_KEY}", hint=_HINT)
+    own = content.get(OWN_KEY)
+    environment = own.get("environment", {}) if isinstance(own, dict) else {}
+    settings = {name: value for name, value in content.items() if name not in (RESULTS_KEY, OWN_KEY)}
+    if isinstance(own, dict):
+        settings |= _flat({name: value for name, value in own.items() if name != "environment"})
+        settings |= _flat(environment)
+    return IterationFile(
+        name=str(path),
+        settings=settings,
+        models=tuple(_read_model(path, position, entry) for position, entry in enumerate(entries)),
+        machine={name: environment[name] for name in ("host", "cpu", "num_cores", "gpus") if name in environment},
+    )
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {os.strerror(error.errno or 0).lower()}", hint=_HINT) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no JSON: it is not text", hint=_HINT) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is no JSON: line {error.lineno}: {error.msg.lower()}", hint=_HINT) from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is no iteration benchmark: it is a JSON {_kind(content)}", hint=_HINT)
+    return content
+
+
+def _read_model(path: Path, position: int, entry: Any) -> ModelTimings:
+    try:
+        return ModelTimings(
+            model=str(entry["model"]),
+            batch_size=int(entry["batch_size"]),
+            timings=tuple(_read_timing(number, one) for number, one in enumerate(entry["result"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        trouble = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path} is damaged: {RESULTS_KEY}[{position}]: {trouble}", hint=_HINT) from error
+
+
+def _read_timing(number: int, entry: Any) -> Timing:
+    measurements = tuple(float(value) for value in entry["measurements"])
+    num_ranks = len(entry["ranks"])
+    if num_ranks < 1:
+        raise ValueError(f"result {number} has no ranks")
+    if not measurements or not all(value > 0 and math.isfinite(value) for value in measurements):
+        raise ValueError(f"result {number} needs measurements above 0")
+    rounds = entry.get("rounds") and tuple(tuple(map(int, counts)) for counts in entry["rounds"])
+    if rounds and sum(map(sum, rounds)) != len(measurements):
+        raise ValueError(f"result {number} has {len(measurements)} measurements, its rounds {sum(map(sum, rounds))}")
+    # PyTorch's rule: the first is the run without DDP.
+    return Timing(num_ranks=num_ranks, is_plain=number == 0, measurements=measurements, rounds=rounds or None)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name} ")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _kind(content: object) -> str:
+    return "list" if isinstance(content, list) else "string" if isinstance(content, str) else "value"

@@ -1,0 +1,55 @@
+"""What the epochs of one run say: speed after the warm-up, time to a target, parts of the time.
+
+Decides what is warm-up and how epochs are weighted; knows no torch. Called for live runs and for records alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+
+class Epoch(Protocol):
+    """What an epoch tells, whether it just ended or was read from a record."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def train_s(self) -> float: ...
+    @property
+    def eval(self) -> float | None: ...
+
+
+AnEpoch = TypeVar("AnEpoch", bound=Epoch)
+
+
+def after_warm_up(epochs: Sequence[AnEpoch]) -> Sequence[AnEpoch]:
+    """All but the first epoch, in which caches fill and the planner learns the paces; a single epoch stays."""
+    return epochs[1:] if len(epochs) > 1 else epochs
+
+
+def samples_per_s(epochs: Sequence[Epoch]) -> float:
+    """Of training time, warm-up excluded."""
+    counted = after_warm_up(epochs)
+    return sum(epoch.samples for epoch in counted) / sum(epoch.seconds for epoch in counted)
+
+
+def time_to_target_s(epochs: Sequence[Epoch], target: float | None, *, larger_is_better: bool = True) -> float | None:
+    """Training time, warm-up included, up to the end of the first epoch that reached the target."""
+    if target is None:
+        return None
+    sign = 1.0 if larger_is_better else -1.0
+    reached = (e.train_s for e in epochs if e.eval is not None and sign * e.eval >= sign * target)
+    return next(reached, None)
+
+
+def mean_over_time(epochs: Sequence[Epoch], name: str) -> float | None:
+    """The mean of a field, each counted epoch weighted by its seconds; None where an epoch does not know it."""
+    counted = after_warm_up(epochs)
+    parts = [(getattr(epoch, name), epoch.seconds) for epoch in counted]
+    # What a rank could not measure is NaN while it runs and null in its record.
+    if any(value is None or value != value for value, _ in parts):
+        return None
+    return float(sum(value * seconds for value, seconds in parts) / sum(seconds for _, seconds in parts))

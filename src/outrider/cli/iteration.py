@@ -1,0 +1,110 @@
+"""`outrider bench iteration`: how long a training iteration takes, without DDP and on 1, 2, 4 … ranks.
+
+Parses, calls, prints; what is measured and how is in outrider.bench. Progress on stderr, tables on stdout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli import completion
+
+if TYPE_CHECKING:
+    from outrider.bench.iteration_plan import IterationPlan
+    from outrider.bench.iteration_record import ModelTimings
+    from outrider.machine.devices import DeviceSpec
+    from outrider.runtime.environment import Environment
+
+EPILOG = "Example: outrider bench iteration --model resnet50 --devices cuda:0,cuda:1 --json now.json"
+
+
+def iteration(
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help="A model of the zoo, or package.module:factory; may be repeated."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples per rank.")] = 32,
+    image_size: Annotated[int, typer.Option("--image-size", help="Side of the images in pixels.")] = 224,
+    bucket_size: Annotated[int, typer.Option("--bucket-size", metavar="MB", help="DDP's buckets.")] = 25,
+    backend: Annotated[str, typer.Option("--backend", help="auto, nccl, or cpu (Gloo).")] = "auto",
+    warmup: Annotated[int, typer.Option("--warmup", help="Iterations before measuring.")] = 5,
+    iterations: Annotated[int, typer.Option("--iterations", help="Iterations measured in a round.")] = 10,
+    rounds: Annotated[int, typer.Option("--rounds", help="Rounds, each in fresh processes.")] = 5,
+    policy: Annotated[
+        str, typer.Option("--policy", help="Our policies beside torch DDP, as a comma list: sync, balanced, …")
+    ] = "sync",
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="LIST", autocompletion=completion.devices, help="Devices of the ranks.")
+    ] = "auto",
+    is_compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "fp32",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write what PyTorch's own diff.py reads as well.")
+    ] = None,
+) -> None:
+    """Measure the iteration time of models: one device without DDP, then torch DDP beside our policies."""
+    from outrider.cli.console import check_torch
+
+    check_torch()
+    from outrider.bench.iteration_models import workload_named
+    from outrider.bench.iteration_plan import DEFAULT_MODELS, IterationPlan
+    from outrider.runtime.environment import adopted
+
+    environment = adopted()
+    plan = IterationPlan(
+        models=tuple(model or DEFAULT_MODELS),
+        devices=_devices(devices, environment),
+        policies=tuple(name.strip() for name in policy.split(",") if name.strip()),
+        backend=backend,
+        batch_size=batch_size,
+        image_size=image_size,
+        bucket_mb=bucket_size,
+        warmup=warmup,
+        iterations=iterations,
+        rounds=rounds,
+        precision=precision,
+        is_compiled=is_compiled,
+    )
+    for name in plan.models:
+        workload_named(name)
+    _run(plan, environment, json_file)
+
+
+def _devices(devices: str, environment: Environment | None) -> tuple[DeviceSpec, ...]:
+    from outrider.machine.devices import cuda_devices, resolve_devices
+    from outrider.runtime.environment import local_devices
+
+    if environment is not None:
+        return local_devices(environment, devices, cuda_devices=cuda_devices())
+    return resolve_devices(devices, cuda_devices=cuda_devices()).devices
+
+
+def _run(plan: IterationPlan, environment: Environment | None, json_file: Path | None) -> None:
+    from outrider.bench.iteration import measure, measure_adopted
+    from outrider.cli.console import say
+
+    if environment is None:
+        _print(plan, measure(plan, tell=say), json_file)
+        return
+    models = measure_adopted(plan, environment, tell=say)
+    # One voice is enough.
+    if models is not None:
+        _print(plan, models, json_file)
+
+
+def _print(plan: IterationPlan, models: list[ModelTimings], json_file: Path | None) -> None:
+    import json
+
+    from outrider.bench.iteration_text import header, iteration_document, library, overheads, render, surroundings
+    from outrider.timeline.files import write_text
+
+    facts = surroundings(plan)
+    typer.echo(header(plan, facts, library(plan)))
+    typer.echo(f"\n{render(models)}")
+    for line in overheads(plan, models):
+        typer.echo(line)
+    if json_file is not None:
+        write_text(json_file, json.dumps(iteration_document(plan, models, facts, library(plan)), indent=1))

@@ -1,0 +1,223 @@
+"""A replica's steps as CUDA graphs: one launch instead of hundreds, over inputs that stay in one place.
+
+Decides which steps are captured (those of batch shapes that come again) and which run eagerly beside them. Whether
+capture is worth it is decided in `execution`. The parameters, buffers and states are the replica's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outrider.data.parcel import Parcel
+from outrider.replica.capture import CaptureStream, Uncapturable
+from outrider.replica.logbook import LogEntries
+from outrider.replica.rates import OptimizerForm, Rates, hyperparameters, make_capturable
+
+if TYPE_CHECKING:
+    from outrider.replica.replica import Replica
+
+MAX_GRAPHS = 12
+"""Shapes whose graphs are kept; the one that was not used for longest makes room."""
+SIGHTS = 2
+"""A shape is captured when it comes this often: the last batch of a run is not worth it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Graph:
+    """A captured part of a step, and what the host does at each replay."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Any]
+    samples: int
+    logged: dict[str, float]
+    gradients: list[Tensor | None]
+    """Where this part leaves the gradients, in the order of the arena's parameters."""
+
+
+class CapturedSteps:
+    """Takes the place of a replica's plain steps.
+
+    The first step after `forget` runs eagerly, so that the optimizer makes its state; then graphs hold its address.
+    """
+
+    def __init__(self, replica: Replica, *, stream: CaptureStream, on_refusal: Callable[[str], None]) -> None:
+        """`on_refusal` is called once, with the reason, when capture turns out to be impossible after all."""
+        self._replica = replica
+        self._on_refusal = on_refusal
+        self._stream = stream
+        self._refused = False
+        self._form = OptimizerForm(replica.optimizer)
+        self.forget()
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def forget(self) -> None:
+        """Capture anew: after anything that moves or replaces parameters, states or settings of the optimizer."""
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._sights: Counter[Hashable] = Counter()
+        self._has_updated = False
+        if self._refused:
+            self._form.restore()
+        else:
+            make_capturable(self._replica.optimizer, self._replica.device)
+        self._rates = Rates(self._replica.optimizer, self._replica.device)
+        self._hyperparameters = hyperparameters(self._replica.optimizer)
+
+    # What a replica does.
+
+    def step(self, parcel: Parcel, *, samples: int, at: int) -> None:
+        replica = self._replica
+        replica.follow_schedule(at)
+        graph = self._graph_for("step", parcel, samples) if self._has_updated else None
+        if graph is None:
+            self._stream.run(lambda: replica.plain_step(parcel.batch(), samples=samples, at=at))
+            self._has_updated = True
+            return
+        self._rates.write(replica.rate_factor)
+        self._replay(graph, parcel)
+        replica.steps += 1
+
+    def gradient(self, parcel: Parcel, *, samples: int) -> None:
+        replica = self._replica
+        graph = self._graph_for("gradient", parcel, samples)
+        if graph is None:
+            self._stream.run(lambda: replica.plain_gradient(parcel.batch(), samples=samples))
+            return
+        self._replay(graph, parcel)
+        for parameter, gradient in zip(replica.arena.parameters, graph.gradients, strict=True):
+            parameter.grad = gradient
+
+    def update(self, *, at: int) -> None:
+        replica = self._replica
+        replica.follow_schedule(at)
+        graph = self._update_graph() if self._has_updated else None
+        if graph is None:
+            self._stream.run(lambda: replica.plain_update(at=at))
+            self._has_updated = True
+            return
+        self._rates.write(replica.rate_factor)
+        graph.graph.replay()
+        replica.steps += 1
+
+    # Graphs
+
+    def _graph_for(self, part: str, parcel: Parcel, samples: int) -> _Graph | None:
+        leaves, shape = pytree.tree_flatten(parcel.inputs)
+        if self._refused or self._settings_moved() or not all(_is_fixed(leaf) for leaf in leaves):
+            return None
+        key = (part, samples, shape, tuple(_signature(leaf) for leaf in leaves))
+        return self._kept(key) or self._captured(key, lambda: self._capture_batch(part, parcel, samples))
+
+    def _update_graph(self) -> _Graph | None:
+        if self._refused or self._settings_moved():
+            return None
+        # The graph reads gradients where they are: an exchange's, or those of the captured gradient.
+        places = tuple(None if p.grad is None else p.grad.data_ptr() for p in self._replica.arena.parameters)
+        key = ("update", places)
+        return self._kept(key) or self._captured(key, self._capture_update)
+
+    def _kept(self, key: Hashable) -> _Graph | None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+        return graph
+
+    def _captured(self, key: Hashable, capture: Callable[[], _Graph]) -> _Graph | None:
+        self._sights[key] += 1
+        if self._sights[key] < SIGHTS:
+            return None
+        try:
+            graph = capture()
+        except Uncapturable as refusal:
+            self.refuse(str(refusal))
+            return None
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return graph
+
+    def refuse(self, reason: str) -> None:
+        """Run eagerly from now on."""
+        self._refused = True
+        self.forget()
+        self._on_refusal(reason)
+
+    def _settings_moved(self) -> bool:
+        """A schedule of momentum or a callback that changed the weight decay: the graphs know only the old one."""
+        if hyperparameters(self._replica.optimizer) == self._hyperparameters:
+            return False
+        self.refuse("settings of the optimizer other than its learning rate change between steps")
+        return True
+
+    def _capture_batch(self, part: str, parcel: Parcel, samples: int) -> _Graph:
+        leaves, shape = pytree.tree_flatten(parcel.inputs)
+        inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        held = Parcel(inputs=pytree.tree_unflatten(inputs, shape), unpack=parcel.unpack)
+        replica = self._replica
+        replica.optimizer.zero_grad(set_to_none=True)
+        replica.tally.at(replica.steps)
+        before = replica.logbook.entries()
+        try:
+            graph = self._stream.capture(lambda: self._batch_work(part, held, samples))
+        finally:
+            logged = replica.logbook.take_back(before)
+        replica.tally.captured(samples)
+        _check_logged(logged, before)
+        gradients = [parameter.grad for parameter in replica.arena.parameters] if part == "gradient" else []
+        replica.optimizer.zero_grad(set_to_none=True)
+        return _Graph(graph=graph, inputs=inputs, samples=samples, logged=logged, gradients=gradients)
+
+    def _batch_work(self, part: str, held: Parcel, samples: int) -> None:
+        self._replica.compute_gradient(held.batch(), samples=samples)
+        if part == "step":
+            self._optimizer_work()
+        self._replica.tally.count_on()
+
+    def _optimizer_work(self) -> None:
+        with self._rates.installed():
+            self._replica.optimizer.step()
+
+    def _capture_update(self) -> _Graph:
+        graph = self._stream.capture(self._optimizer_work)
+        return _Graph(graph=graph, inputs=[], samples=0, logged={}, gradients=[])
+
+    def _replay(self, graph: _Graph, parcel: Parcel) -> None:
+        replica = self._replica
+        for place, leaf in zip(graph.inputs, pytree.tree_leaves(parcel.inputs), strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(leaf, non_blocking=True)
+        replica.tally.at(replica.steps)
+        graph.graph.replay()
+        replica.tally.counted_on(graph.samples)
+        replica.logbook.logged_again(graph.logged)
+
+
+def _is_fixed(leaf: Any) -> bool:
+    """Whether a graph can know a leaf: tensors by their place, plain values by heart."""
+    if isinstance(leaf, Tensor):
+        return leaf.is_cuda
+    return leaf is None or isinstance(leaf, bool | int | str)
+
+
+def _signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    hashable: Hashable = leaf
+    return hashable
+
+
+def _check_logged(logged: dict[str, float], before: LogEntries) -> None:
+    for name in logged:
+        if name not in before.slots:
+            raise Uncapturable(
+                f"log({name!r}, ...) is not given a tensor on the device at every step: a replay would not log it"
+            )

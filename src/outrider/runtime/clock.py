@@ -1,0 +1,108 @@
+"""Tells by events on a CUDA device what steps take, and what averages take away from them.
+
+Decides how far the host may run ahead of the device, and that no window waits for the device only to be measured.
+Called by the driver; on other devices the host's clock does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+AHEAD_S = 4e-3
+"""Work that the host keeps queued: enough to bridge its own pauses, little enough to notice an average soon."""
+MIN_AHEAD, MAX_AHEAD = 2, 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Since this was asked before."""
+
+    compute_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    """An event, and what lies between it and the one before."""
+
+    event: torch.cuda.Event
+    steps: int = 0
+    is_gap: bool = False
+
+
+class DeviceClock:
+    """Events on the compute stream: what lies between two of them was a step, or a gap.
+
+    Measured are the steps that are done when it is asked; the few that are still queued are taken to be like them.
+    A gap costs what the device really lost: nothing, where it had work queued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pace_s: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Time begins now: what came before, such as an evaluation, is nobody's."""
+        self._marks: deque[_Mark] = deque()
+        self._queued: deque[torch.cuda.Event] = deque()
+        self._last = self._record()
+        self._steps = 0
+        self._compute_s = self._exposed_s = 0.0
+
+    def stepped(self) -> None:
+        """A step was queued; returns when there is room for the next."""
+        mark = _Mark(event=self._record(), steps=1)
+        self._marks.append(mark)
+        self._queued.append(mark.event)
+        while len(self._queued) > self._ahead():
+            self._queued.popleft().synchronize()
+        self._read_done()
+
+    @contextlib.contextmanager
+    def gap(self) -> Iterator[None]:
+        """Around what is no step: leases, snapshots, averages taken in."""
+        self._marks.append(_Mark(event=self._record()))
+        yield
+        self._marks.append(_Mark(event=self._record(), is_gap=True))
+
+    def measure(self, batches: int) -> Measured:
+        """What so many steps took, and the gaps; waits only where no step was ever done."""
+        self._read_done()
+        if self._steps == 0 and self._pace_s is None and self._marks:
+            self._marks[-1].event.synchronize()
+            self._read_done()
+        if self._steps:
+            self._pace_s = self._compute_s / self._steps
+        measured = Measured(compute_s=batches * (self._pace_s or 0.0), exposed_s=self._exposed_s)
+        self._steps = 0
+        self._compute_s = self._exposed_s = 0.0
+        return measured
+
+    def _record(self) -> torch.cuda.Event:
+        # Blocking: a host that waits for the device sleeps, it does not spin on a core that averages need.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _ahead(self) -> int:
+        if not self._pace_s:
+            return MIN_AHEAD
+        return min(MAX_AHEAD, max(MIN_AHEAD, math.ceil(AHEAD_S / self._pace_s)))
+
+    def _read_done(self) -> None:
+        while self._marks and self._marks[0].event.query():
+            mark = self._marks.popleft()
+            seconds = self._last.elapsed_time(mark.event) / 1e3
+            self._last = mark.event
+            self._steps += mark.steps
+            if mark.is_gap:
+                self._exposed_s += seconds
+            else:
+                self._compute_s += seconds

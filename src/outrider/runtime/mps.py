@@ -1,0 +1,130 @@
+"""Slices of a GPU: a private MPS daemon while a run lasts, and the variables that give each rank its share.
+
+Decides who needs the daemon and where it lives. Never touches clocks, power, compute mode or MIG of a card.
+Called by launch for the ranks it starts, and by World to see that a rank really has its slice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from outrider.errors import DeviceError
+from outrider.machine.devices import DeviceSpec
+from outrider.runtime import mps_keeper
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS = "CUDA_MPS_LOG_DIRECTORY"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+# The keeper has limits of its own; these only hold where the keeper itself is stuck.
+_START_S = mps_keeper.START_S + 2 * mps_keeper.ASK_S
+_END_S = mps_keeper.ASK_S + 2 * mps_keeper.QUIT_S
+# A socket's path may have 107 characters: our folder's name takes 30 and the daemon adds some more.
+_MAX_BASE_LENGTH = 50
+
+
+@contextmanager
+def slices(devices: Sequence[DeviceSpec]) -> Iterator[list[dict[str, str]]]:
+    """The variables of each rank, while a daemon serves their slices; starts nothing where no device is a slice.
+
+    Shares of one GPU may sum to more than 100: each is the most that its rank gets, and nothing is set aside.
+    """
+    if all(spec.share is None for spec in devices):
+        yield [{} for _ in devices]
+        return
+    with private_daemon() as variables:
+        yield [_variables(spec, variables) for spec in devices]
+
+
+def _variables(spec: DeviceSpec, of_daemon: Mapping[str, str]) -> dict[str, str]:
+    """All CUDA ranks of the run are served, so that a whole GPU beside a slice of it is shared as well."""
+    if spec.kind != "cuda":
+        return {}
+    return {**of_daemon, SHARE: str(100 if spec.share is None else spec.share)}
+
+
+@contextmanager
+def private_daemon() -> Iterator[dict[str, str]]:
+    """A daemon of this program alone; yields the variables by which CUDA finds it."""
+    control = find_control()
+    folder = _make_folder()
+    variables = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
+    keeper = _start_keeper(control, folder, variables)
+    try:
+        _await_daemon(keeper)
+        yield variables
+    finally:
+        _end_keeper(keeper, folder)
+
+
+def find_control() -> str:
+    control = shutil.which(CONTROL)
+    if control is None:
+        raise DeviceError(
+            f"slices of a GPU need {CONTROL}, which is not on the PATH",
+            hint="it comes with NVIDIA's driver for Linux; without it, pass whole devices such as cuda:0",
+        )
+    return control
+
+
+def _make_folder() -> Path:
+    base = tempfile.gettempdir()
+    is_short = len(base) <= _MAX_BASE_LENGTH
+    # mkdtemp makes it for this user alone; the daemon's pipes are open to whoever can reach them.
+    folder = Path(tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-mps-", dir=base if is_short else "/tmp"))
+    for name in ("pipe", "log"):
+        (folder / name).mkdir(mode=0o700)
+    return folder
+
+
+def _start_keeper(control: str, folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # A share would bound all clients, and a choice of cards would renumber them: both are the ranks' own business.
+    inherited = {name: value for name, value in os.environ.items() if name not in (SHARE, "CUDA_VISIBLE_DEVICES")}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(Path(mps_keeper.__file__)), control, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**inherited, **variables},
+            # Ctrl-C in the terminal must not end the daemon before the ranks.
+            start_new_session=True,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _await_daemon(keeper: subprocess.Popen[bytes]) -> None:
+    assert keeper.stdout is not None
+    is_telling, _, _ = select.select([keeper.stdout], [], [], _START_S)
+    line = keeper.stdout.readline() if is_telling else b""
+    told = json.loads(line) if line else {"trouble": "was not started", "log": None}
+    if told["trouble"] is not None:
+        raise DeviceError(
+            f"the MPS daemon for slices {told['trouble']}",
+            hint="see `nvidia-smi` for the GPU's compute mode and who uses it, or pass whole devices such as cuda:0",
+            traceback=told["log"] or None,
+        )
+
+
+def _end_keeper(keeper: subprocess.Popen[bytes], folder: Path) -> None:
+    """Close the pipe, by which the keeper ends the daemon. Raises nothing: the run's own end is what counts."""
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    keeper.stdin.close()
+    try:
+        keeper.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        keeper.kill()
+        keeper.wait()
+        print(f"outrider: the MPS daemon in {folder} did not end within {_END_S:g} s", file=sys.stderr)
+    keeper.stdout.close()

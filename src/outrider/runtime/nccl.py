@@ -1,0 +1,118 @@
+"""What NCCL needs of a rank's process: variables before its first communicator, one version in all ranks, and an end.
+
+Decides how ranks that share a GPU are let in, and that no watchdog of torch's ends a rank: waits are ours, and say what
+they waited for. Called by World.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from outrider.errors import DeviceError
+
+# From this one on NCCL takes several ranks on one GPU when told to; before, they must look like ranks of two hosts.
+_TAKES_SHARED_GPUS = (2, 30)
+# A rank that lost its peers must live to say so; torch's threads would end it, or sleep for minutes before.
+_OURS_TO_END = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_ABORT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What a rank tells the others about itself when it joins."""
+
+    device: str
+    host: str
+    gpu: str | None
+    """The card's own name, whatever number it has in this process."""
+    nccl: str | None
+
+
+def take_seat(*, device: str, host: str, gpu_index: int | None) -> Seat:
+    if gpu_index is None:
+        return Seat(device=device, host=host, gpu=None, nccl=None)
+    properties = torch.cuda.get_device_properties(gpu_index)
+    return Seat(device=device, host=host, gpu=str(getattr(properties, "uuid", gpu_index)), nccl=version())
+
+
+def version() -> str | None:
+    """Of the NCCL in this torch; None where it has none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+
+
+def check_versions(seats: Sequence[Seat]) -> None:
+    """All ranks need the same NCCL: two versions do not understand each other, and say so in riddles or not at all."""
+    for rank, seat in enumerate(seats):
+        if seat.nccl is None:
+            raise DeviceError(
+                f"backend nccl cannot be used: the torch of rank {rank} has no nccl",
+                hint='pass backend="cpu"',
+                rank=rank,
+            )
+    versions = {seat.nccl for seat in seats}
+    if len(versions) > 1:
+        found = ", ".join(f"rank {rank} has {seat.nccl}" for rank, seat in enumerate(seats))
+        raise DeviceError(
+            f"backend nccl needs one version in all ranks: {found}",
+            hint='use torch builds with the same nccl, or pass backend="cpu"',
+        )
+
+
+def variables(rank: int, seats: Sequence[Seat]) -> dict[str, str]:
+    """What this rank's NCCL is told, where the user has not told it something else."""
+    if not _share_gpus(seats):
+        return dict(_OURS_TO_END)
+    own = seats[rank]
+    if _number(own.nccl or "") >= _TAKES_SHARED_GPUS:
+        return _OURS_TO_END | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    # The first ranks of all GPUs look like one host, the second ones like another, so each has a GPU of its own there.
+    turn = sum((seat.host, seat.gpu) == (own.host, own.gpu) for seat in seats[:rank])
+    told = _OURS_TO_END | {"NCCL_HOSTID": f"outrider-{own.host}-{turn}"}
+    if len({seat.host for seat in seats}) == 1:
+        told |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return told
+
+
+def _share_gpus(seats: Sequence[Seat]) -> bool:
+    places = [(seat.host, seat.gpu) for seat in seats]
+    return len(set(places)) < len(places)
+
+
+def _number(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdecimal())
+
+
+@contextmanager
+def told(wishes: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for a while; what the user has set stays as it is."""
+    own = {name: value for name, value in wishes.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+
+
+def abort(group: dist.ProcessGroup) -> bool:
+    """End a group whose peers may be gone, and whatever it has under way; false where even that does not return."""
+    # Destroying a group waits for its peers; this does not, but a driver in trouble may keep it.
+    thread = threading.Thread(target=_abort, args=(group,), name="outrider-nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_S)
+    return not thread.is_alive()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    dist.distributed_c10d._abort_process_group(group)

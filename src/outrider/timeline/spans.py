@@ -1,0 +1,103 @@
+"""A run's events as spans of time: who did what from when to when.
+
+Decides how events are read; drawing, tables and idle analysis are done with what it returns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = Mapping[str, Any]
+
+COMPUTE, AVERAGE, WAIT = "compute", "average", "wait"
+LANES = (COMPUTE, AVERAGE, WAIT)
+"""Spans of one lane of one rank do not overlap; an average may run beside the next window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Something that lasted."""
+
+    rank: int
+    lane: str
+    name: str
+    """set-up, window, evaluation, average, or the cause of a wait."""
+    start_s: float
+    end_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def spans(events: Iterable[Event]) -> list[Span]:
+    """All spans of all ranks, by rank, lane and start."""
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_rank[event["rank"]].append(event)
+    found = [span for rank in sorted(by_rank) for span in _of_rank(by_rank[rank])]
+    return sorted(found, key=lambda span: (span.rank, LANES.index(span.lane), span.start_s))
+
+
+def _of_rank(events: Sequence[Event]) -> Iterator[Span]:
+    average_starts = {event["window"]: event["t"] for event in events if event["kind"] == "average start"}
+    for event in events:
+        span = _span(event, average_starts)
+        if span is not None:
+            yield span
+
+
+def _span(event: Event, average_starts: Mapping[int, float]) -> Span | None:
+    match event["kind"]:
+        case "ready":
+            return _make(event, COMPUTE, "set-up", 0.0)
+        case "window":
+            return _make(event, COMPUTE, "window", event["start"])
+        case "evaluation":
+            return _make(event, COMPUTE, "evaluation", event["t"] - event["ms"] / 1e3)
+        case "average end":
+            return _make(event, AVERAGE, "average", average_starts.get(event["window"], event["t"]))
+        case "wait":
+            return _wait(event, average_starts)
+    return None
+
+
+def _wait(event: Event, average_starts: Mapping[int, float]) -> Span:
+    """A wait for others in a blocking average is known one window late; it was at that average's beginning."""
+    seconds = event["ms"] / 1e3
+    start_s = average_starts.get(event.get("window", -1), event["t"] - seconds)
+    return Span(
+        rank=event["rank"],
+        lane=WAIT,
+        name=event["cause"],
+        start_s=start_s,
+        end_s=start_s + seconds,
+        facts=_facts(event),
+    )
+
+
+def _make(event: Event, lane: str, name: str, start_s: float) -> Span:
+    start_s = max(0.0, start_s)
+    return Span(
+        rank=event["rank"],
+        lane=lane,
+        name=name,
+        start_s=start_s,
+        end_s=max(start_s, event["t"]),
+        facts=_facts(event),
+    )
+
+
+def _facts(event: Event) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name not in ("t", "rank", "kind", "start", "cause")}
+
+
+def boundaries(mine: Sequence[Event]) -> list[tuple[float, float]]:
+    """From the end of each epoch of one rank to the start of the next."""
+    ends = [event["t"] for event in mine if event["kind"] == "epoch end"]
+    starts = [event["t"] for event in mine if event["kind"] == "epoch start"]
+    return list(zip(ends, starts[1:], strict=False))

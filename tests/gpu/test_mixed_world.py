@@ -1,0 +1,28 @@
+"""A CUDA rank beside a CPU rank in one run, over host memory: every policy converges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+POLICIES = ("sync", "balanced", "cadence", "async")
+
+
+@pytest.fixture(scope="module")
+def runs(train_all: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    return train_all(**{policy: {"policy": policy, "devices": "cuda:0,cpu"} for policy in POLICIES})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cuda_rank_and_a_cpu_rank_learn_together(runs: dict[str, Any], policy: str) -> None:
+    assert runs[policy].error is None
+    assert runs[policy].epochs[-1].loss < 0.6 * runs[policy].epochs[0].loss
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_both_take_part_and_every_sample_is_used_once(runs: dict[str, Any], policy: str) -> None:
+    assert [epoch.samples for epoch in runs[policy].epochs] == [2_048] * 3
+    # In so small a model the quicker of the two may later take every batch of `balanced` alone.
+    assert min(runs[policy].epochs[0].share_by_rank) > 0

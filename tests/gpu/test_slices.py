@@ -1,0 +1,99 @@
+"""Two slices of one GPU through the front door: every policy on both backends, a slice alone, and ranks that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from torch import nn
+
+from outrider.errors import StepError
+
+PAIR = "cuda:0%70,cuda:0%12"
+POLICIES = ("sync", "balanced", "cadence", "async")
+TrainAll = Callable[..., dict[str, Any]]
+
+
+def fail_in_rank_1(model: nn.Module, batch: Any) -> Any:
+    if os.environ["RANK"] == "1":
+        raise ValueError("loss went wrong")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def die_in_rank_1(model: nn.Module, batch: Any) -> Any:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture(scope="module")
+def runs(train_all: TrainAll) -> dict[str, Any]:
+    """Every policy on every backend, four runs at a time, each with a daemon of its own."""
+    outcomes: dict[str, Any] = {}
+    for backend in ("nccl", "cpu"):
+        outcomes |= train_all(
+            **{f"{backend}-{policy}": {"policy": policy, "backend": backend, "devices": PAIR} for policy in POLICIES}
+        )
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def failures(train_all: TrainAll) -> dict[str, Any]:
+    common = {"devices": PAIR}
+    return train_all(
+        **{
+            "nccl-fails": common | {"backend": "nccl", "policy": "async", "step": fail_in_rank_1},
+            "cpu-fails": common | {"backend": "cpu", "policy": "async", "step": fail_in_rank_1},
+            "nccl-dies": common | {"backend": "nccl", "policy": "sync", "step": die_in_rank_1},
+        },
+        alone={"devices": "cuda:0%12"},
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", ["nccl", "cpu"])
+def test_two_slices_train_with_every_average_exact(runs: dict[str, Any], backend: str, policy: str) -> None:
+    run = runs[f"{backend}-{policy}"]
+    assert run.error is None
+    assert [epoch.samples for epoch in run.epochs] == [2_048] * 3
+    assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", ["nccl", "cpu"])
+def test_both_slices_take_part(runs: dict[str, Any], backend: str, policy: str) -> None:
+    assert min(runs[f"{backend}-{policy}"].epochs[0].share_by_rank) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", ["nccl", "cpu"])
+def test_the_cost_of_averages_is_measured(runs: dict[str, Any], backend: str, policy: str) -> None:
+    assert all(epoch.averages > 0 for epoch in runs[f"{backend}-{policy}"].epochs)
+    assert all(epoch.exposed_average_fraction > 0 for epoch in runs[f"{backend}-{policy}"].epochs)
+
+
+def test_one_slice_alone_trains(failures: dict[str, Any]) -> None:
+    assert failures["alone"].error is None
+    assert failures["alone"].epochs[-1].loss < 0.6 * failures["alone"].epochs[0].loss
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu"])
+def test_the_exception_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(
+    failures: dict[str, Any], backend: str
+) -> None:
+    error = failures[f"{backend}-fails"].error
+    assert isinstance(error, StepError)
+    assert error.message == "rank 1 (cuda:0%12), step 0: ValueError: loss went wrong"
+
+
+def test_the_death_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(failures: dict[str, Any]) -> None:
+    assert failures["nccl-dies"].error.message == "rank 1 (cuda:0%12) died with signal 9 (SIGKILL)"
+
+
+@pytest.mark.usefixtures("runs", "failures")
+def test_no_daemon_is_left_behind() -> None:
+    assert [process for process in psutil.process_iter() if process.name().startswith("nvidia-cuda-mps")] == []

@@ -1,0 +1,194 @@
+"""A training script as a user writes it: `python user_script.py CASE POLICY`; each case is one way to use a session."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import outrider
+
+SIZE, BATCH, SEED = 331, 8, 3
+"""A prime, so that nothing divides it."""
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SIZE, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make_calm_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def accuracy(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return (model(batch[0]).argmax(1) == batch[1]).double().mean()
+
+
+def save(session: outrider.Session, name: str, model: nn.Module, **facts: Any) -> None:
+    tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    save_file(tensors, f"{name}{session.rank}.safetensors")
+    Path(f"{name}{session.rank}.json").write_text(json.dumps({"rank": session.rank, **facts}))
+
+
+def options(policy: str) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "seed": SEED,
+        "threads_per_rank": 1,
+        "speed_hints": None,
+        "record_schedule": True,
+        "run_dir": "run",
+        "timeout_s": 60.0,
+        "verify": True,
+        "anchor": 2 if policy in ("cadence", "async") else None,
+    }
+
+
+def plain(policy: str) -> None:
+    """The loop of the README, and an evaluation that all ranks share."""
+    train_set = data()
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    with outrider.Session(**options(policy)) as s:
+        model, optimizer = s.prepare(model, optimizer)
+        for _ in s.epochs(2):
+            for batch in s.batches(train_set, batch_size=BATCH):
+                s.step(loss_of(model, batch))
+                s.log("size", len(batch[0]))
+        alone, together = s.evaluate(accuracy, train_set), s.evaluate_together(accuracy, train_set)
+        save(s, "plain", model, alone=alone, together=together, world=s.world_size, device=str(s.device))
+        if s.is_main:
+            print("main is rank", s.rank)
+
+
+def leaving(policy: str) -> None:
+    """Rank 1 breaks out of the first epoch; everybody goes on with the second."""
+    train_set = data()
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    counts = []
+    with outrider.Session(**options(policy)) as s:
+        s.prepare(model, optimizer)
+        for epoch in s.epochs(2):
+            count = 0
+            for batch in s.batches(train_set, batch_size=BATCH):
+                s.step(loss_of(model, batch))
+                count += 1
+                if epoch == 0 and s.rank == 1 and count == 3:
+                    break
+            counts.append(count)
+        save(s, "leaving", model, counts=counts)
+
+
+def failing(policy: str) -> None:
+    """Rank 1 meets an exception in its loop body."""
+    train_set = data()
+    model = make_model()
+    with outrider.Session(**options(policy)) as s:
+        optimizer = make_optimizer(model.parameters())
+        s.prepare(model, optimizer)
+        for _ in s.epochs(2):
+            for number, batch in enumerate(s.batches(train_set, batch_size=BATCH)):
+                if s.rank == s.world_size - 1 and number == 2:
+                    raise ValueError("a bad batch")
+                s.step(loss_of(model, batch))
+
+
+def accumulating(policy: str) -> None:
+    """Gradients of two batches to a step, by optimizer.step() as in plain torch."""
+    train_set = data()
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    with outrider.Session(**options(policy)) as s:
+        s.prepare(model, optimizer)
+        for _ in s.epochs(1):
+            for number, batch in enumerate(s.batches(train_set, batch_size=BATCH, shuffle=False)):
+                (loss_of(model, batch) / 2).backward()
+                if number % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        save(s, "accumulating", model)
+
+
+def adversaries(policy: str) -> None:
+    """Two models, two optimizers, two steps to a batch."""
+    train_set = data()
+    torch.manual_seed(SEED)
+    left, right = nn.Linear(6, 2).double(), nn.Linear(2, 1).double()
+    left_optimizer, right_optimizer = (make_calm_optimizer(model.parameters()) for model in (left, right))
+    with outrider.Session(**options(policy)) as s:
+        s.prepare(left, right, left_optimizer, right_optimizer)
+        for _ in s.epochs(1):
+            for inputs, _ in s.batches(train_set, batch_size=BATCH, shuffle=False):
+                s.step(right(left(inputs).detach()).square().mean(), optimizer=right_optimizer)
+                s.backward((right(left(inputs)) - 1).square().mean())
+                s.optimizer_step(left_optimizer)
+                right_optimizer.zero_grad()
+        save(s, "left", left)
+        save(s, "right", right)
+
+
+def two_sessions(policy: str) -> None:
+    """One session after the other in the same script."""
+    reached = []
+    for number in range(2):
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        with outrider.Session(policy=policy, run_dir=f"run{number}", threads_per_rank=1) as s:
+            s.prepare(model, optimizer)
+            for batch in s.batches(data(), batch_size=BATCH):
+                s.step(loss_of(model, batch))
+            reached.append(s.evaluate(accuracy, data()))
+            save(s, f"session{number}-", model, reached=reached)
+
+
+def by_hand(policy: str) -> None:
+    """Averages when the user says so, weighted by samples."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    with outrider.wrap(model, policy=policy, threads_per_rank=1) as wrapped:
+        s = wrapped.session
+        save(s, "start", model)
+        samples = 3 if s.rank == 0 else 1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(4.0 * s.rank)
+        model[1].running_mean.fill_(float(s.rank))
+        model[1].running_var.fill_(2.0)
+        model[1].num_batches_tracked.fill_(5 + s.rank)
+        wrapped.average_parameters(samples=samples)
+        wrapped.average_buffers(samples=samples)
+        save(s, "averaged", model)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 8.0 * s.rank)
+        wrapped.average_gradients(samples=samples)
+        gradients = [float(parameter.grad.mean()) for parameter in model.parameters()]
+        with torch.no_grad():
+            model[0].weight.fill_(float(s.rank))
+        wrapped.broadcast(source=s.world_size - 1)
+        save(s, "sent", model, gradients=gradients)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2])
