@@ -216,6 +216,12 @@ def test_a_rank_that_torchrun_started_sits_in_every_world_of_the_first_ranks() -
     third = Environment(
         rank=2, local_rank=0, world_size=4, local_world_size=2, master_addr="a", master_port=1, attempt=1
     )
-    seat = adopted_seat(PLAN, third, 3, number=7).environment
+    seat = adopted_seat(PLAN, third, range(3), number=7).environment
     assert (seat.rank, seat.world_size, seat.local_world_size) == (2, 3, 1)
-    assert (seat.has_store, seat.attempt) == (True, 1_000_007)
+    assert (seat.has_store, seat.attempt) == (True, 1_000_014)
+
+
+def test_a_rank_that_is_not_measured_sits_in_a_world_of_the_others() -> None:
+    last = Environment(rank=3, local_rank=1, world_size=4, local_world_size=2, master_addr="a", master_port=1)
+    seat = adopted_seat(PLAN, last, range(1, 4), number=7).environment
+    assert (seat.rank, seat.world_size, seat.local_world_size, seat.attempt) == (2, 3, 2, 15)

@@ -14,6 +14,7 @@ from outrider.bench.models.digits import logistic
 from outrider.bench.modes import (
     Mode,
     ModeResult,
+    fits,
     ideal_samples_per_s,
     make_mode_order,
     mode_names,
@@ -24,6 +25,7 @@ from outrider.bench.modes import (
 )
 from outrider.bench.peers.table import PEERS
 from outrider.bench.tasks import Task, adam
+from outrider.bench.zoo import ENTRIES
 from outrider.errors import ConfigError
 from outrider.machine.devices import num_cores, parse_devices, threads_per_rank
 from outrider.runtime.metrics import EpochMetrics
@@ -85,6 +87,7 @@ def task() -> Task:
             Mode(name="accelerate-local-sgd-tuned", policy="sync", peer="accelerate-local-sgd-tuned"),
         ),
         ("independent", Mode(name="independent", policy="independent")),
+        ("graph-sync", Mode(name="graph-sync", policy="sync")),
         ("cpu-async", Mode(name="cpu-async", policy="async", backend="cpu")),
         ("nccl-balanced", Mode(name="nccl-balanced", policy="balanced", backend="nccl")),
         ("cadence", Mode(name="cadence", policy="cadence", backend="auto")),
@@ -102,7 +105,7 @@ def test_a_name_says_policy_backend_and_device(name: str, expected: Mode) -> Non
         (
             "everything",
             "no mode is called 'everything' for 2 devices",
-            "modes are solo-0, solo-1, independent, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, "
+            "modes are solo-0, solo-1, independent, graph-sync, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, "
             f"nccl-sync, nccl-balanced, nccl-cadence, nccl-async, {', '.join(PEERS)}",
         ),
     ],
@@ -135,6 +138,11 @@ def test_modes_of_cpu_ranks_can_run_on_them(name: str) -> None:
 
 def test_a_peer_is_started_by_its_own_function() -> None:
     assert starter_of(parse_mode("ddp", num_devices=2)) == PEERS["ddp"].start
+
+
+def test_graph_sync_takes_models_written_as_a_flow_only() -> None:
+    mode = parse_mode("graph-sync", num_devices=2)
+    assert [name for name in ENTRIES if fits(mode, name)] == ["resnet20-graph"]
 
 
 def test_options_set_by_hand_go_before_the_task(tmp_path: Path) -> None:

@@ -192,8 +192,13 @@ def test_without_devices_named_there_is_always_a_pair(found: tuple[str, ...], ex
             "mode nccl-async cannot run on cpu,cpu@0.5: rank 0 is on cpu, and nccl joins CUDA devices only",
             "`outrider bench list` shows which modes can",
         ),
+        (
+            {"modes": ("graph-sync",)},
+            "mode graph-sync trains models written as a flow, got logistic",
+            "such models are resnet20-graph",
+        ),
     ],
-    ids=["model", "mode", "obstacle"],
+    ids=["model", "mode", "obstacle", "flow"],
 )
 def test_a_plan_that_cannot_work_is_told_before_it_starts(change: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -303,6 +308,15 @@ def test_a_run_of_two_ranks_leaves_a_whole_record(tmp_path: Path) -> None:
     assert run.measured.idle_s_by_rank[1]["average"] >= 0.0
     assert len(run.epochs[-1].peak_memory_bytes_by_rank) == 2
     assert str(tmp_path) not in (tmp_path / "run" / "record.json").read_text()
+
+
+def test_a_flow_in_a_users_own_loop_leaves_the_record_of_a_run(tmp_path: Path) -> None:
+    request = replace(REQUEST, models=("resnet20-graph",), modes=("graph-sync",), num_seeds=1, epochs=1, depth=8)
+    run = run_case(plan(request)[0], tmp_path / "run")
+    assert (run.is_finished, run.case.title, len(run.epochs)) == (True, "resnet8-graph", 1)
+    assert run.epochs[0].eval is not None
+    assert run.epochs[0].share_by_rank == (0.5, 0.5)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 def test_a_repetition_on_other_data_is_refused() -> None:

@@ -7,6 +7,7 @@ torchrun and in a notebook.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -21,7 +22,7 @@ from outrider.api.options import SessionOptions, make_session_order
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.drawer import Collate
 from outrider.errors import ConfigError
-from outrider.runtime.folder import RunFolder, new_folder
+from outrider.runtime.folder import RunFolder, new_folder, save_model
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.record import close_record
@@ -194,6 +195,14 @@ class Session:
     def optimizer(self) -> torch.optim.Optimizer:
         """The prepared optimizer, where there is only one."""
         return self._only_optimizer("optimizer")
+
+    def save(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
+        """Rank 0 writes a model's parameters and buffers as safetensors; on the other ranks nothing happens."""
+        self._replica_needed("save")
+        replica = self._joined().replica
+        assert replica is not None
+        if self.is_main:
+            save_model(Path(path), (model or replica.model).state_dict())
 
     # The loop
 

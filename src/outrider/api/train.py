@@ -24,7 +24,7 @@ from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
 from outrider.runtime import checkpoint
 from outrider.runtime import config as configs
 from outrider.runtime.entry import run_rank
-from outrider.runtime.environment import Environment, adopted, local_devices
+from outrider.runtime.environment import Environment, adopted, local_devices, wanted_devices
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder, new_folder
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, Message, adopted_link, describe_error, rebuild_error
@@ -64,7 +64,7 @@ def start(order: Order, *, on_message: Callable[[Message], None] = lambda messag
 
 
 def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
-    resolved = resolve_devices(order.config.devices, cuda_devices=cuda_devices())
+    resolved = resolve_devices(wanted_devices(order.config.devices), cuda_devices=cuda_devices())
     choice = choose_backend(order.config.backend, resolved.devices)
     _check(order, world_size=len(resolved.devices))
     devices = tuple(str(spec) for spec in resolved.devices)
@@ -143,7 +143,7 @@ def _payload(order: Order, setting: RunSetting) -> dict[str, Any]:
 
 
 def _adopt(order: Order, environment: Environment) -> Run:
-    specs = local_devices(environment, order.config.devices, cuda_devices=cuda_devices())
+    specs = local_devices(environment, wanted_devices(order.config.devices), cuda_devices=cuda_devices())
     _check(order, world_size=environment.world_size)
     link = adopted_link(environment, devices=specs, num_threads=order.config.threads_per_rank)
     # Without a wish of the user's, rank 0 finds a name once the ranks have met.

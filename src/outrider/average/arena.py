@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -106,6 +106,16 @@ class Arena:
             tensor = home.tenant.current()
             if tensor.data_ptr() != home.pointer:
                 home.move_in(tensor)
+
+    @torch.no_grad()
+    def dissolve(self) -> None:
+        """Give the tensors memory of their own again, ties kept; the arena is of no use afterwards."""
+        self.reclaim()
+        for region in self._regions:
+            first = region.places[0]
+            own = self.flats[first.dtype][first.offset : first.stop].clone()
+            for tenant, place in zip(region.tenants, region.places, strict=True):
+                tenant.current().data = replace(place, offset=0).view(own)
 
     @torch.no_grad()
     def _move_in(self) -> Iterator[_Home]:

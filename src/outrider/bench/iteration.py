@@ -24,6 +24,7 @@ from outrider.runtime.environment import Environment
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, adopted_link
 from outrider.runtime.store import serve_store
+from outrider.runtime.world import World
 
 Tell = Callable[[str], None]
 # torchrun counts its restarts; each has this many worlds of its own.
@@ -86,15 +87,24 @@ def _in_new_processes(plan: IterationPlan, model: str, world_size: int) -> Times
 
 
 def _measure_adopted(plan: IterationPlan, environment: Environment, tell: Tell) -> Iterator[Measured]:
+    everyone = range(environment.world_size)
     with _kept_store(environment):
-        check_machines(adopted_seat(plan, environment, environment.world_size, number=0), timeout_s=plan.timeout_s)
+        check_machines(adopted_seat(plan, environment, everyone, number=0), timeout_s=plan.timeout_s)
         for number, (model, world_size) in enumerate(_jobs(plan, environment.world_size), start=1):
             if environment.rank >= world_size:
+                _sit_out(plan, adopted_seat(plan, environment, everyone[world_size:], number=number))
                 continue
-            times = measure_world(adopted_seat(plan, environment, world_size, number=number), plan, model)
+            seat = adopted_seat(plan, environment, everyone[:world_size], number=number)
+            times = measure_world(seat, plan, model)
             if times is not None:
                 tell(f"{model} on {world_size} rank{'' if world_size == 1 else 's'}: done")
                 yield Measured(model=model, world_size=world_size, times=times)
+
+
+def _sit_out(plan: IterationPlan, seat: Link) -> None:
+    """Ranks that are not measured form a world of their own: all must have joined equally many to meet again."""
+    with World.join(seat, timeout_s=plan.timeout_s):
+        pass
 
 
 @contextmanager
@@ -109,15 +119,17 @@ def _kept_store(environment: Environment) -> Iterator[None]:
         del store
 
 
-def adopted_seat(plan: IterationPlan, environment: Environment, world_size: int, *, number: int) -> Link:
-    """This rank in a world of the first ranks only; the number gives that world keys of its own in the store."""
+def adopted_seat(plan: IterationPlan, environment: Environment, ranks: range, *, number: int) -> Link:
+    """This rank in a world of these ranks only; the number gives that world keys of its own in the store."""
     first_here = environment.rank - environment.local_rank
+    here = range(max(ranks.start, first_here), min(ranks.stop, first_here + environment.local_world_size))
     seat = replace(
         environment,
-        world_size=world_size,
-        local_world_size=min(environment.local_world_size, world_size - first_here),
+        rank=environment.rank - ranks.start,
+        world_size=len(ranks),
+        local_world_size=len(here),
         has_store=True,
-        attempt=environment.attempt * _MOST_WORLDS + number,
+        attempt=environment.attempt * _MOST_WORLDS + 2 * number + (ranks.start > 0),
     )
     num_threads = min(threads_per_rank(plan.devices, num_cores()))
     return adopted_link(seat, devices=plan.devices, num_threads=num_threads)

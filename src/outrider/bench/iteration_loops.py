@@ -7,6 +7,7 @@ Called by the rank of an iteration benchmark.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -213,9 +214,12 @@ def _maker(make: Callable[[], nn.Module], plan: IterationPlan) -> Callable[[], n
 
 def ddp_model(replica: Replica, plan: IterationPlan, *, world: World, backend: str) -> nn.Module:
     """As PyTorch's own benchmark wraps it: no broadcast of buffers."""
-    return DistributedDataParallel(
-        replica.model,
-        process_group=world.group_for(backend),
-        bucket_cap_mb=plan.bucket_mb,
-        broadcast_buffers=False,
-    )
+    with warnings.catch_warnings():
+        # From torch 2.13 on there is a second option; the first means the same in all that we support.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            replica.model,
+            process_group=world.group_for(backend),
+            bucket_cap_mb=plan.bucket_mb,
+            broadcast_buffers=False,
+        )

@@ -14,6 +14,7 @@ from typing import Any
 from outrider.api.handle import Run
 from outrider.api.options import Order, make_order
 from outrider.api.train import start
+from outrider.bench.graph_sync import start_graph_sync
 from outrider.bench.measures import mean_over_time, samples_per_s, time_to_target_s
 from outrider.bench.peers import table
 from outrider.bench.peers.table import PEERS
@@ -28,6 +29,7 @@ from outrider.runtime.world import choose_backend
 TRAINED_POLICIES = ("sync", "balanced", "cadence", "async")
 BACKENDS = ("cpu", "nccl")
 INDEPENDENT = "independent"
+GRAPH_SYNC = "graph-sync"
 DDP = "ddp"
 
 Starter = Callable[..., Run]
@@ -40,7 +42,8 @@ class Mode:
     """What the name of a mode asks for.
 
     `solo-N` is the N-th device alone; `cpu-cadence` is a policy on a backend and `cadence` the same on the backend that
-    fits; `independent` is all devices without averaging: the ceiling, not a way to train; all others are peers.
+    fits; `graph-sync` is a flow in a user's own loop; `independent` is all devices without averaging: the ceiling, not
+    a way to train; all others are peers.
     `balanced` takes the task's batch for the whole world, so that it learns exactly as the solos do; in all other
     modes every rank has a batch of that size of its own.
     """
@@ -70,6 +73,8 @@ def parse_mode(name: str, *, num_devices: int) -> Mode:
         return Mode(name=name, policy=policy, backend=backend or "auto")
     if name == INDEPENDENT:
         return Mode(name=name, policy=INDEPENDENT)
+    if name == GRAPH_SYNC:
+        return Mode(name=name, policy="sync")
     valid = mode_names(num_devices)
     close = nearest(name, valid)
     raise ConfigError(
@@ -82,7 +87,7 @@ def mode_names(num_devices: int) -> list[str]:
     """All modes, in the order they are listed in."""
     solos = [f"solo-{rank}" for rank in range(num_devices)]
     policies = [f"{backend}-{policy}" for backend in BACKENDS for policy in TRAINED_POLICIES]
-    return [*solos, INDEPENDENT, *policies, *PEERS]
+    return [*solos, INDEPENDENT, GRAPH_SYNC, *policies, *PEERS]
 
 
 def obstacle(mode: Mode, devices: Sequence[DeviceSpec]) -> str | None:
@@ -98,7 +103,14 @@ def obstacle(mode: Mode, devices: Sequence[DeviceSpec]) -> str | None:
 
 def starter_of(mode: Mode) -> Starter:
     """The one place where the name of a mode meets the function that starts it."""
-    return start if mode.peer is None else PEERS[mode.peer].start
+    if mode.peer is not None:
+        return PEERS[mode.peer].start
+    return start_graph_sync if mode.name == GRAPH_SYNC else start
+
+
+def fits(mode: Mode, model: str) -> bool:
+    """Whether a mode can train a model of the suite: `graph-sync` takes those written as a flow."""
+    return mode.name != GRAPH_SYNC or model.endswith("-graph")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ WIDTH = 80
 _WHAT = {
     "solo": "one device alone",
     "independent": "all devices, no averaging: the ceiling",
+    "graph-sync": "a flow in a user's own loop (outrider.setup), policy sync; for models written as a flow",
     "sync": "gradients averaged at every step, equal batches",
     "balanced": "gradients averaged at every step, batch split by speed",
     "cadence": "local steps, then all meet and average",
@@ -57,5 +58,6 @@ def _mode_lines(name: str, devices: Sequence[DeviceSpec]) -> str:
 def _what(name: str) -> str:
     if name in PEERS:
         return PEERS[name].note
-    kind = "solo" if name.startswith("solo-") else name.rpartition("-")[2]
-    return _WHAT[kind]
+    if name in _WHAT:
+        return _WHAT[name]
+    return _WHAT["solo" if name.startswith("solo-") else name.rpartition("-")[2]]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from outrider.bench.datasets.source import DataSource
-from outrider.bench.modes import Mode, mode_names, obstacle, parse_mode
+from outrider.bench.modes import Mode, fits, mode_names, obstacle, parse_mode
 from outrider.bench.suite import Planned
 from outrider.bench.suite_case import Case, Subject
 from outrider.bench.tasks import Task
@@ -101,13 +101,25 @@ def plan(request: Request) -> list[Planned]:
     for model in request.models:
         entry_named(model)
     modes = [_checked_mode(name, request.devices) for name in request.modes]
+    for mode in modes:
+        _check_fits_one(mode, request.models)
     tasks = {model: _make_task(request, model, seed=0) for model in request.models}
     return [
         _planned(request, tasks[model], model=model, mode=mode, seed=seed)
         for seed in range(request.num_seeds)
         for model in request.models
         for mode in modes
+        if fits(mode, model)
     ]
+
+
+def _check_fits_one(mode: Mode, models: Sequence[str]) -> None:
+    """A mode that fits some of the models is run with those; one that fits none is a mistake."""
+    if not any(fits(mode, model) for model in models):
+        raise ConfigError(
+            f"mode {mode.name} trains models written as a flow, got {', '.join(models)}",
+            hint=f"such models are {', '.join(name for name in ENTRIES if fits(mode, name))}",
+        )
 
 
 def _checked_mode(name: str, devices: Sequence[DeviceSpec]) -> Mode:

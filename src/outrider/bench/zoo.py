@@ -65,7 +65,7 @@ class Entry:
     target: float | None = None
     """For time to target, on the real data."""
     stand_in_target: float | None = None
-    """The same on the stand-in."""
+    """The same on the stand-in, where it was measured what a solo reaches."""
     make_at_depth: Callable[[int], nn.Module] | None = None
     """For networks whose depth is a parameter."""
 
@@ -136,15 +136,14 @@ _RESNET = partial(
     epochs=200,
     published=PUBLISHED_BY_DEPTH[RESNET_DEPTH],
     target=0.88,
-    stand_in_target=0.9,
 )
 
 _ENTRIES = (
     _DIGITS(
-        name="logistic", make_model=logistic, num_parameters=7_850, published=0.92, target=0.915, stand_in_target=0.75
+        name="logistic", make_model=logistic, num_parameters=7_850, published=0.92, target=0.915, stand_in_target=0.8
     ),
-    _DIGITS(name="mlp", make_model=mlp, num_parameters=203_530, published=0.97, target=0.975, stand_in_target=0.9),
-    _DIGITS(name="lenet", make_model=lenet, num_parameters=44_470, published=0.99, target=0.985, stand_in_target=0.97),
+    _DIGITS(name="mlp", make_model=mlp, num_parameters=203_530, published=0.97, target=0.975, stand_in_target=0.93),
+    _DIGITS(name="lenet", make_model=lenet, num_parameters=44_470, published=0.99, target=0.985, stand_in_target=0.98),
     Entry(
         name="conv-ae",
         make_model=conv_autoencoder,
@@ -155,8 +154,8 @@ _ENTRIES = (
         metric="mse",
         larger_is_better=False,
         data="mnist",
-        target=0.002,
-        stand_in_target=0.005,
+        target=0.0012,
+        stand_in_target=0.0022,
     ),
     # Karpathy's char-rnn clips at 5 as well.
     _TEXT(
@@ -166,8 +165,7 @@ _ENTRIES = (
         optimizer=rmsprop,
         max_grad_norm=5.0,
         published=1.5,
-        target=1.7,
-        stand_in_target=1.2,
+        target=1.65,
     ),
     # Published are 1.5 to 2.0, after more epochs than five: the easier end counts.
     _TEXT(
@@ -178,7 +176,6 @@ _ENTRIES = (
         scheduler=warm_up_then_cosine,
         published=2.0,
         target=2.55,
-        stand_in_target=2.4,
     ),
     _RESNET(name="resnet20", make_model=resnet, make_at_depth=resnet),
     _RESNET(name="resnet20-graph", make_model=resnet_graph, make_at_depth=resnet_graph),

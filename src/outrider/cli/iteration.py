@@ -51,6 +51,7 @@ def iteration(
     check_torch()
     from outrider.bench.iteration_models import workload_named
     from outrider.bench.iteration_plan import DEFAULT_MODELS, IterationPlan
+    from outrider.bench.iteration_text import library
     from outrider.runtime.environment import adopted
 
     environment = adopted()
@@ -70,6 +71,7 @@ def iteration(
     )
     for name in plan.models:
         workload_named(name)
+    library(plan)
     _run(plan, environment, json_file)
 
 

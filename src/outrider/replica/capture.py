@@ -29,7 +29,7 @@ class CaptureStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._open_pool()
 
     def run(self, work: Work) -> Any:
         """Do the work now, in order with the current stream."""
@@ -45,9 +45,9 @@ class CaptureStream:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # Other threads may wait for their own events meanwhile, as averages in the background do.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Other threads may wait for their own events meanwhile, as averages in the background do.
+                graph.capture_begin(pool=self._keeper.pool(), capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
             except Exception as error:
@@ -55,15 +55,23 @@ class CaptureStream:
                 raise Uncapturable(_in_words(error)) from error
         return graph
 
+    def _open_pool(self) -> None:
+        """A pool ends with its last graph; this one does nothing and stays."""
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._keeper.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
+            self._keeper.capture_end()
+
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed; torch leaves its allocator and its generator in the state of capturing."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._index, self._keeper.pool())
         generator = torch.cuda.default_generators[self._index]
         generator.graphsafe_set_state(generator.clone_state())
-        self._pool = torch.cuda.graph_pool_handle()
+        self._open_pool()
 
     @property
     def _index(self) -> int:

@@ -104,7 +104,8 @@ class LoopReplica:
             )
 
     def release(self) -> None:
-        """The optimizers and schedules are the user's alone again."""
+        """Models, optimizers and schedules are the user's alone again."""
+        self.arena.dissolve()
         for hook in self._hooks:
             hook.remove()
         for scheduler in self.schedulers:

@@ -86,6 +86,7 @@ class Rehearsal:
 
     def _try(self, step: Step) -> Trial:
         self._snapshot.restore()
+        self._replica.tally.drain()
         losses = tuple(self._loss_of(step) for _ in range(COMPARED_STEPS))
         return Trial(losses=losses, ms=self._ms_of(step))
 

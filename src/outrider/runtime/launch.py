@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from outrider.errors import ConfigError
-from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
+from outrider.machine.devices import CARD_ORDER, DeviceSpec, num_cores, threads_per_rank
 from outrider.runtime.child import BOOT
 from outrider.runtime.environment import Environment, launched
 from outrider.runtime.mps import slices
@@ -213,7 +213,7 @@ def _spawn(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
-            env={**os.environ, **order.variables, **_environment(order, port=port).variables()},
+            env={**CARD_ORDER, **os.environ, **order.variables, **_environment(order, port=port).variables()},
             pass_fds=pass_fds,
             # Ctrl-C in the terminal must reach the starter alone, which ends the ranks in order.
             start_new_session=True,

@@ -84,9 +84,14 @@ def run_in_ranks(
     return 0
 
 
+def take_part(link: Link, *, run_dir: Path) -> None:
+    """From here on a session that is opened in this process is this rank."""
+    _cast.append(Cast(link=link, run_dir=run_dir))
+
+
 def run_script(link: Link, *, script: Script, run_dir: Path) -> None:
     """What a rank does: the script from its first line, with the session finding its place."""
-    _cast.append(Cast(link=link, run_dir=run_dir))
+    take_part(link, run_dir=run_dir)
     try:
         if script.module is None:
             runpy.run_path(script.path, run_name="__main__")

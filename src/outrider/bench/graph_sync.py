@@ -1,0 +1,87 @@
+"""Mode `graph-sync`: a network written as a flow, trained in a user's own loop through `outrider.setup`.
+
+Decides the loop that a user would write; devices, data, schedule and evaluation are those of the other modes.
+Called by the modes; its records have the shape of any other run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.api.handle import StartedRun
+from outrider.api.options import Order, SessionOptions
+from outrider.api.session import Session
+from outrider.api.setup import setup
+from outrider.machine.devices import cuda_devices, resolve_devices
+from outrider.replica import recipe as recipes
+from outrider.replica.recipe import Recipe
+from outrider.runtime import config as configs
+from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
+from outrider.runtime.launch import launch
+from outrider.runtime.messages import Link, Message
+from outrider.runtime.metrics import as_json
+from outrider.runtime.script import take_part
+from outrider.runtime.world import choose_backend
+
+
+def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = lambda message: None) -> StartedRun:
+    """Start one rank per device, each running the loop; returns at once with the same handle as `train()`."""
+    config = order.config
+    assert config.run_dir is not None, "benchmarks name their run folders"
+    specs = resolve_devices(config.devices, cuda_devices=cuda_devices()).devices
+    backend = choose_backend(config.backend, specs).backend
+    devices = tuple(str(spec) for spec in specs)
+    options = recipes.settings(order.recipe) | configs.settings(config)
+    folder = RunFolder(config.run_dir)
+    folder.create()
+    folder.write_json(
+        "config.json", {"schema_version": SCHEMA_VERSION, "devices": devices, "backend": backend, "options": options}
+    )
+    ranks = launch(
+        run_loop,
+        {"recipe": order.recipe, "options": _session_options(order), "run_dir": config.run_dir},
+        devices=specs,
+        log_dir=folder.path,
+        port=config.port,
+        num_threads=config.threads_per_rank,
+    )
+    return StartedRun(ranks, folder, on_message=on_message)
+
+
+def _session_options(order: Order) -> dict[str, Any]:
+    """What a session takes of the order; the data's options go to its loop."""
+    given = recipes.plain(order.recipe) | configs.plain(order.config)
+    return {name: value for name, value in given.items() if name in SessionOptions.__annotations__}
+
+
+def run_loop(link: Link, *, recipe: Recipe, options: dict[str, Any], run_dir: Path) -> None:
+    """What each started process does: the loop of a user, and the epochs told to the starter."""
+    take_part(link, run_dir=run_dir)
+    torch.manual_seed(recipe.seed)
+    graph = recipe.model if isinstance(recipe.model, torch.nn.Module) else recipe.model()
+    with setup(graph, optimizer=recipe.optimizer, scheduler=recipe.scheduler, **options) as session:
+        for _ in _told_epochs(session, recipe.epochs, link):
+            for batch in session.batches(recipe.dataset, batch_size=recipe.batch_size, augment=recipe.augment):
+                session.step(recipe.step(graph, batch))
+            if recipe.evaluate is not None:
+                session.evaluate_together(recipe.evaluate, recipe.eval_dataset)
+        if session.is_main:
+            RunFolder(run_dir).write_model(graph.state_dict())
+
+
+def _told_epochs(session: Session, count: int, link: Link) -> Iterator[int]:
+    """Count epochs as the session does; an epoch's metrics are there once the next one was asked for."""
+    for epoch in session.epochs(count):
+        if epoch > 0:
+            _tell(session, link)
+        yield epoch
+    _tell(session, link)
+
+
+def _tell(session: Session, link: Link) -> None:
+    if session.is_main and session.metrics is not None:
+        link.send("epoch", **as_json(session.metrics))
