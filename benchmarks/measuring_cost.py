@@ -1,7 +1,8 @@
 """What measuring costs: epochs with sampling and recording against epochs without, in one run.
 
 Epochs go with, without, without, with, so that a machine that gets slower hurts both alike; the first four are warm-up.
-Prints the median ratio of the seconds of neighbouring epochs with its interval; `--json FILE` keeps the raw seconds.
+Prints the median ratio of the seconds of neighbouring epochs with its interval, and the CPU time that sampling and
+recording took in a second run, which a busy machine does not blur. `--json FILE` keeps the raw seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import platform
 import random
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -47,9 +51,51 @@ def switch_recording(context: outrider.EpochContext) -> None:
         setattr(owner, name, original if is_measured(context.epoch) else lambda *_, **__: None)
 
 
+def timed(method: Callable[..., None], spent_s: list[float]) -> Callable[..., None]:
+    """The method, with its CPU time added up."""
+
+    def call(*arguments: Any, **options: Any) -> None:
+        started_s = time.thread_time()
+        method(*arguments, **options)
+        spent_s[0] += time.thread_time() - started_s
+
+    return call
+
+
+class Account:
+    """Adds up the CPU time of recording in a rank, and leaves it in a file after every epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, context: outrider.EpochContext) -> None:
+        if context.epoch == 0:
+            self.spent_s = [0.0]
+            for owner, name in RECORDING:
+                setattr(owner, name, timed(owner.__dict__[name], self.spent_s))
+
+    def end(self, context: outrider.EpochContext) -> None:
+        (self.folder / f"spent{context.rank}.json").write_text(json.dumps(self.spent_s[0]))
+
+
+def train(policy: str, options: argparse.Namespace, folder: Path, **more: Any) -> outrider.Run:
+    inputs, labels = torch.randn(options.samples, 784), torch.randint(10, (options.samples,))
+    return outrider.train(
+        make_model,
+        lambda parameters: torch.optim.SGD(parameters, 0.01),
+        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        (inputs, labels),
+        batch_size=64,
+        policy=policy,
+        devices=options.devices,
+        anchor=20 if policy in ("cadence", "async") else None,
+        run_dir=folder,
+        **more,
+    )
+
+
 def epoch_seconds(policy: str, options: argparse.Namespace, folder: Path) -> list[float]:
     """Training seconds of every epoch of one run."""
-    inputs, labels = torch.randn(options.samples, 784), torch.randint(10, (options.samples,))
     epoch = 0
     original = Sampler._sample
 
@@ -57,25 +103,26 @@ def epoch_seconds(policy: str, options: argparse.Namespace, folder: Path) -> lis
         if is_measured(epoch):
             original(self, gauges)
 
-    Sampler._sample = sample  # type: ignore[method-assign]
-    run = outrider.train(
-        make_model,
-        lambda parameters: torch.optim.SGD(parameters, 0.01),
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-        (inputs, labels),
-        batch_size=64,
-        epochs=WARM_UP_EPOCHS + options.epochs,
-        policy=policy,
-        devices=options.devices,
-        anchor=20 if policy in ("cadence", "async") else None,
-        epoch_start=switch_recording,
-        run_dir=folder,
-    )
     seconds = []
-    for metrics in run:
-        epoch = metrics.epoch + 1
-        seconds.append(metrics.seconds)
+    with patch.object(Sampler, "_sample", sample):
+        epochs = WARM_UP_EPOCHS + options.epochs
+        for metrics in train(policy, options, folder, epochs=epochs, epoch_start=switch_recording):
+            epoch = metrics.epoch + 1
+            seconds.append(metrics.seconds)
     return seconds
+
+
+def cpu_share(policy: str, options: argparse.Namespace, folder: Path) -> float:
+    """CPU time of sampling and recording, as a part of the time the ranks trained; free of the machine's noise."""
+    account, sampling_s, started_s = Account(folder), [0.0], time.perf_counter()
+    with patch.object(Sampler, "_sample", timed(Sampler._sample, sampling_s)):
+        epochs = max(1, options.epochs // 4)
+        trained = train(policy, options, folder, epochs=epochs, epoch_start=account.begin, epoch_end=account.end).join()
+    run_s = time.perf_counter() - started_s
+    recording_s = [json.loads(path.read_text()) for path in folder.glob("spent*.json")]
+    train_s = sum(metrics.seconds for metrics in trained.epochs)
+    # Sampling goes on during set-up too, recording hardly.
+    return float(sum(recording_s) / train_s + sampling_s[0] / run_s) / len(recording_s)
 
 
 def ratios(seconds: list[float]) -> list[float]:
@@ -94,12 +141,19 @@ def interval(values: list[float]) -> tuple[float, float]:
 def measure(policy: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         seconds = epoch_seconds(policy, options, Path(folder))[WARM_UP_EPOCHS:]
+    with tempfile.TemporaryDirectory() as folder:
+        share = cpu_share(policy, options, Path(folder))
     found = ratios(seconds)
     low, high = interval(found)
     middle = statistics.median(found)
     print(f"{policy}: with / without {middle:.4f} (95 % {low:.4f} to {high:.4f}, {len(found)} pairs of epochs)")
-    rounded = [round(one, 4) for one in seconds]
-    return {"ratio": round(middle, 5), "ci95": [round(low, 5), round(high, 5)], "epoch_seconds": rounded}
+    print(f"{policy}: sampling and recording took {share:.3%} of the ranks' time")
+    return {
+        "ratio": round(middle, 5),
+        "ci95": [round(low, 5), round(high, 5)],
+        "cpu_share": round(share, 6),
+        "epoch_seconds": [round(one, 4) for one in seconds],
+    }
 
 
 def main() -> None:

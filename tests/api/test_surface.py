@@ -6,13 +6,16 @@ import inspect
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import outrider
 from outrider.api.builder import DdpBuilder
-from outrider.api.options import Options
+from outrider.api.options import Options, SessionOptions
+from outrider.api.wrap import Wrapped
 from outrider.replica.recipe import Recipe
 from outrider.runtime.config import RunConfig
 
@@ -28,15 +31,43 @@ SURFACE = [
     "OutriderError",
     "PeerLostError",
     "Run",
+    "Session",
     "StepError",
     "Trained",
     "VerifyError",
     "WaitError",
     "__version__",
     "log",
+    "setup",
     "train",
+    "wrap",
 ]
 REQUIRED = {"model", "optimizer", "step", "dataset"}
+OF_THE_LOOP = [
+    "backend",
+    "backward",
+    "batches",
+    "close",
+    "device",
+    "devices",
+    "epochs",
+    "evaluate",
+    "evaluate_together",
+    "is_main",
+    "log",
+    "metrics",
+    "open",
+    "optimizer",
+    "optimizer_step",
+    "prepare",
+    "rank",
+    "run_dir",
+    "save",
+    "step",
+    "world",
+    "world_size",
+]
+WRAPPED = ["average_buffers", "average_gradients", "average_parameters", "broadcast", "close", "module", "session"]
 # Not options: the data set is required, num_epochs is another word for epochs, run() starts.
 OTHER_METHODS = {"dataset", "num_epochs", "run"}
 
@@ -85,6 +116,31 @@ def test_every_option_is_a_field_of_the_recipe_or_of_the_run() -> None:
 
 def test_every_builder_method_is_described() -> None:
     assert [name for name in sorted(methods()) if not inspect.getdoc(getattr(DdpBuilder, name))] == []
+
+
+def test_an_option_of_a_session_is_that_of_train() -> None:
+    shared = {name: Options.__annotations__[name] for name in SessionOptions.__annotations__}
+    assert shared == SessionOptions.__annotations__
+
+
+def test_a_session_has_the_names_that_it_had() -> None:
+    assert [name for name in dir(outrider.Session()) if not name.startswith("_")] == OF_THE_LOOP
+
+
+def test_every_name_of_a_session_is_in_the_guide() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "session.md").read_text()
+    assert [name for name in OF_THE_LOOP if f"s.{name}" not in guide] == []
+
+
+def test_averages_by_hand_have_the_names_that_they_had(tmp_path: Path) -> None:
+    with outrider.wrap(torch.nn.Linear(1, 1), devices="cpu", run_dir=tmp_path) as wrapped:
+        assert [name for name in dir(wrapped) if not name.startswith("_")] == WRAPPED
+
+
+@pytest.mark.parametrize("kind", [outrider.Session, Wrapped])
+def test_every_method_of_a_users_loop_is_described(kind: type) -> None:
+    described = {name for name, part in vars(kind).items() if callable(part) and inspect.getdoc(part)}
+    assert {name for name, part in vars(kind).items() if callable(part) and not name.startswith("_")} <= described
 
 
 @pytest.mark.parametrize("name", sorted(Options.__annotations__))

@@ -31,7 +31,7 @@ from outrider.average import (
 from outrider.average.lanes import CudaLane
 from outrider.errors import VerifyError
 
-NUM_AVERAGES = 100
+NUM_AVERAGES = 40
 Averager = DeviceAverager | HostAverager
 
 

@@ -111,6 +111,17 @@ def test_gradients_that_are_kept_and_added_to_stay_right() -> None:
     assert models[0].weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
+def test_gradients_that_are_kept_stay_right_beside_a_parameter_without_one() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    exchanges = exchanges_of(models)
+    for _ in range(2):
+        for rank, model in enumerate(models):
+            (model.weight.sum() * (1 + rank)).backward()
+        share(exchanges, [1, 1])
+    assert models[0].weight.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert models[0].bias.grad is None
+
+
 def test_frozen_parameters_take_no_room() -> None:
     model = nn.Linear(32, 32)
     model.weight.requires_grad_(False)

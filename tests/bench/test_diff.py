@@ -93,6 +93,17 @@ def test_models_are_matched_by_name_and_not_by_position(tmp_path: Path) -> None:
     assert f"resnet101 is in {tmp_path / 'b.json'} only" in comparison.warnings
 
 
+def test_a_run_without_ddp_that_several_runtimes_share_is_compared_once(tmp_path: Path) -> None:
+    mine = torch_file(QUICK)
+    mine["benchmark_results"] += torch_file(SLOW, model="resnet50 (outrider sync)")["benchmark_results"]
+    comparison = compare(write(tmp_path / "a.json", mine), write(tmp_path / "b.json", mine))
+    assert [row.name for row in comparison.rows] == [
+        "resnet50, no DDP",
+        "resnet50, 2 ranks",
+        "resnet50 (outrider sync), 2 ranks",
+    ]
+
+
 def test_other_batch_sizes_are_warned_of_and_left_out(tmp_path: Path) -> None:
     mine, theirs = torch_file(QUICK), torch_file(QUICK, batch_size=64)
     theirs["benchmark_results"] += torch_file(QUICK, model="lenet")["benchmark_results"]

@@ -190,6 +190,11 @@ def test_runs_that_are_not_finished_are_listed_with_their_reason(tell_run: TellR
     assert "- lenet nccl-async seed 0: failed after 1 of 3 epochs: rank 0 (cuda:0), step 7: ValueError: no" in text
 
 
+def test_the_setting_of_a_peer_is_stated(tell_run: TellRun, pair: Path) -> None:
+    tell_run("ddp", record_fields={"options": {"note": "at its defaults"}})
+    assert "- `ddp`: at its defaults." in markdown(make_report(pair)).splitlines()
+
+
 def test_unlike_machines_in_one_folder_are_told(tell_run: TellRun, pair: Path) -> None:
     tell_run("ddp", environment={"cpu": "another"})
     assert "Runs of unlike machines or versions are in this folder" in markdown(make_report(pair))

@@ -281,6 +281,14 @@ def test_a_second_rerun_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert (folder.parent / f"{folder.name}-rerun-2" / "record.json").is_file()
 
 
+def test_a_rerun_never_touches_a_folder_that_is_there(tmp_path: Path) -> None:
+    sweep(tmp_path)
+    [folder] = tmp_path.glob("lenet/cpu-async/seed-1-*")
+    message, hint = error_of(bench("rerun", str(folder), "--output", str(tmp_path)))
+    assert (message, hint) == (f"{tmp_path} is there already", "name a folder that is not")
+    assert (folder / "record.json").is_file()
+
+
 def test_a_folder_without_a_run_cannot_be_run_again(tmp_path: Path) -> None:
     message, hint = error_of(bench("rerun", str(tmp_path)))
     assert message == f"{tmp_path} holds no run of the suite"

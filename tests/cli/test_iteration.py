@@ -65,6 +65,7 @@ def test_ranks_that_torchrun_started_measure_the_same(tmp_path: Path) -> None:
         (["--model", "resnet51"], "did you mean 'resnet50'?"),
         (["--devices", ""], "devices is empty"),
         (["--backend", "nccl", "--devices", "cpu"], "backend nccl cannot be used"),
+        (["--devices", "cpu", "--json", "none/a.json"], "none/a.json cannot be written: there is no folder none"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_rank_starts(arguments: list[str], message: str) -> None:

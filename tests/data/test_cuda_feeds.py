@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from outrider.core.effects import Lease
 from outrider.data.feed import Feed, WorkerFeed, free_device_bytes, make_feed
+from outrider.data.keyed import sample_keys, uniform
 from outrider.data.order import shuffled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -74,6 +75,22 @@ def test_a_tensor_dataset_gives_its_items_on_the_device() -> None:
     feed.start_epoch(torch.tensor([3, 1, 0, 2]), 0)
     _, labels = feed.fetch(next(Lease(0, 4).batches(2)))
     assert labels.tolist() == [3, 1]
+
+
+def test_an_augmentation_gets_batch_and_keys_on_the_device() -> None:
+    feed = make_feed(torch.arange(NUM_SAMPLES), device="cuda:0", seed=3, augment=lambda rows, keys: keys)
+    keys = _all(feed)
+    assert keys.is_cuda
+    assert torch.equal(keys.cpu(), sample_keys(ORDER, seed=3, epoch=0))
+
+
+def test_numbers_from_keys_are_those_of_the_host_and_can_be_captured() -> None:
+    keys = sample_keys(torch.arange(NUM_SAMPLES, device="cuda:0"), seed=0, epoch=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = uniform(keys, 1)
+    graph.replay()
+    assert torch.equal(captured.cpu(), uniform(sample_keys(torch.arange(NUM_SAMPLES), seed=0, epoch=0), 1))
 
 
 def test_free_memory_is_known() -> None:

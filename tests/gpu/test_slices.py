@@ -18,16 +18,26 @@ POLICIES = ("sync", "balanced", "cadence", "async")
 TrainAll = Callable[..., dict[str, Any]]
 
 
-def fail_in_rank_1(model: nn.Module, batch: Any) -> Any:
-    if os.environ["RANK"] == "1":
-        raise ValueError("loss went wrong")
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+class TroubledStep:
+    """A step that goes wrong in rank 1 once training is under way, by what `trouble` does."""
+
+    def __init__(self, trouble: Callable[[], None]) -> None:
+        self.trouble = trouble
+        self.num_calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        self.num_calls += 1
+        if os.environ["RANK"] == "1" and self.num_calls > 10:
+            self.trouble()
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def die_in_rank_1(model: nn.Module, batch: Any) -> Any:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+def fail() -> None:
+    raise ValueError("loss went wrong")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +53,13 @@ def runs(train_all: TrainAll) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def failures(train_all: TrainAll) -> dict[str, Any]:
-    common = {"devices": PAIR}
+    # A step that is captured is not called any more.
+    common = {"devices": PAIR, "execution": "eager"}
     return train_all(
         **{
-            "nccl-fails": common | {"backend": "nccl", "policy": "async", "step": fail_in_rank_1},
-            "cpu-fails": common | {"backend": "cpu", "policy": "async", "step": fail_in_rank_1},
-            "nccl-dies": common | {"backend": "nccl", "policy": "sync", "step": die_in_rank_1},
+            "nccl-fails": common | {"backend": "nccl", "policy": "async", "step": TroubledStep(fail)},
+            "cpu-fails": common | {"backend": "cpu", "policy": "async", "step": TroubledStep(fail)},
+            "nccl-dies": common | {"backend": "nccl", "policy": "sync", "step": TroubledStep(die)},
         },
         alone={"devices": "cuda:0%12"},
     )
@@ -87,7 +98,7 @@ def test_the_exception_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(
 ) -> None:
     error = failures[f"{backend}-fails"].error
     assert isinstance(error, StepError)
-    assert error.message == "rank 1 (cuda:0%12), step 0: ValueError: loss went wrong"
+    assert error.message == "rank 1 (cuda:0%12), step 10: ValueError: loss went wrong"
 
 
 def test_the_death_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(failures: dict[str, Any]) -> None:

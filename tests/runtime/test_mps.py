@@ -234,12 +234,11 @@ def test_one_that_refuses_to_start_is_an_error_with_its_log(
 
 def test_slices_need_the_control_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(mps, "USUAL_PLACES", ())
     with pytest.raises(DeviceError) as caught:
         launch(tell_variables, {}, devices=SLICES, log_dir=tmp_path)
-    assert caught.value.message == "slices of a GPU need nvidia-cuda-mps-control, which is not on the PATH"
-    assert caught.value.hint == (
-        "it comes with NVIDIA's driver for Linux; without it, pass whole devices such as cuda:0"
-    )
+    assert caught.value.message == "slices of a GPU need nvidia-cuda-mps-control, which was not found"
+    assert caught.value.hint == ("it comes with NVIDIA's driver for Linux: put its folder on the PATH, or pass cuda:0")
 
 
 # What a rank sees of it.

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from outrider.runtime.script import running_script
 
 ONE_DEVICE = """
 import outrider, torch
@@ -98,6 +101,17 @@ def test_without_a_script_one_device_works(tmp_path: Path) -> None:
     done = _python(tmp_path, ONE_DEVICE.format(options="devices='cpu'"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1 ")
+
+
+@pytest.mark.parametrize(("name", "is_script"), [("train.py", True), ("train-my-model", True), ("pytest", False)])
+def test_a_users_program_is_run_again_but_no_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_script: bool
+) -> None:
+    program = ModuleType("__main__")
+    program.__file__ = str(tmp_path / name)
+    (tmp_path / name).touch()
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    assert (running_script() is not None) is is_script
 
 
 def _python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,37 @@ def by_hand(policy: str) -> None:
             model[0].weight.fill_(float(s.rank))
         wrapped.broadcast(source=s.world_size - 1)
         save(s, "sent", model, gradients=gradients)
+
+
+FIXED_PLAN: dict[str, Any] = {"shares": (0.6, 0.4), "anchor": 2, "guard": False}
+"""Nothing that is measured decides who takes what, so every run has the same schedule."""
+
+
+def images() -> TensorDataset:
+    torch.manual_seed(SEED)
+    pixels, labels = _resnet()["striped_images"](40, size=8)
+    return TensorDataset(pixels.double(), labels)
+
+
+def make_resnet20() -> nn.Module:
+    torch.manual_seed(SEED)
+    plain: nn.Module = _resnet()["PlainResNet20"]().double()
+    return plain
+
+
+def _resnet() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "flow_resnet20.py"))
+
+
+def resnet20_flow(policy: str) -> None:
+    """ResNet-20 as a flow, from the weights of the hand-written one, by one call of setup()."""
+    resnet = _resnet()
+    graph = resnet["resnet20_flow"]().double()
+    resnet["copy_weights"](make_resnet20(), graph)
+    with outrider.setup(graph, optimizer=make_calm_optimizer, **{**options(policy), **FIXED_PLAN}) as s:
+        for batch in s.batches(images(), batch_size=4):
+            s.step(loss_of(graph, batch))
+        save(s, "flow", graph)
 
 
 if __name__ == "__main__":

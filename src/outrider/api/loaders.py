@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, defau
 
 from outrider.errors import ConfigError
 from outrider.replica.recipe import check_at_least
-from outrider.runtime.session import Source
+from outrider.runtime.feeds import Source
 
 
 def as_source(
@@ -37,9 +37,10 @@ def as_source(
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+    decider = _decider(loader)
+    if decider is not None:
         raise ConfigError(
-            f"a DataLoader with {type(loader.sampler).__name__} decides itself which samples come when",
+            f"a DataLoader with {decider} decides itself which samples come when",
             hint="pass the data set and batch_size=; every sample then goes to one of the ranks",
         )
     settings: dict[str, Any] = {
@@ -50,3 +51,13 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.collate_fn is not default_collate:
         settings["collate"] = loader.collate_fn
     return settings
+
+
+def _decider(loader: DataLoader[Any]) -> str | None:
+    """What gives a DataLoader an order of its own; None where every sample comes once, in order or shuffled."""
+    sampler = loader.sampler
+    if loader.batch_size is None:
+        return "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
+        return "a RandomSampler of its own"
+    return None if isinstance(sampler, RandomSampler | SequentialSampler) else type(sampler).__name__

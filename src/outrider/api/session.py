@@ -14,20 +14,21 @@ from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from outrider.api.joining import find_link
 from outrider.api.loaders import as_source
 from outrider.api.options import SessionOptions, make_session_order
+from outrider.api.preparing import sort_out
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.drawer import Collate
 from outrider.errors import ConfigError
+from outrider.runtime.feeds import Source
 from outrider.runtime.folder import RunFolder, new_folder, save_model
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.record import close_record
 from outrider.runtime.script import cast
-from outrider.runtime.session import EvaluateAll, SessionRun, Source, new_run_dir
+from outrider.runtime.session import EvaluateAll, SessionRun, new_run_dir
 from outrider.runtime.world import Choice, World, choose_backend
 
 EVALUATION_BATCH_SIZE = 256
@@ -176,20 +177,9 @@ class Session:
         run = self._joined()
         if run.replica is not None:
             raise ConfigError("prepare() was called before", hint="hand all models and optimizers to one call")
-        models = [thing for thing in things if isinstance(thing, nn.Module)]
-        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
-        schedulers = [thing for thing in things if isinstance(thing, LRScheduler)]
-        for thing in things:
-            if not isinstance(thing, nn.Module | torch.optim.Optimizer | LRScheduler):
-                raise ConfigError(
-                    f"prepare() takes models, optimizers and schedules, got {type(thing).__name__}",
-                    hint="data sets and data loaders go to batches()",
-                )
-        if not models or not optimizers:
-            missing = "a model" if not models else "an optimizer"
-            raise ConfigError(f"prepare() needs {missing}", hint="call model, optimizer = s.prepare(model, optimizer)")
-        run.prepare(models, optimizers, schedulers)
-        return things[0] if len(things) == 1 else things
+        sorted_out = sort_out(things)
+        run.prepare(sorted_out.models, sorted_out.optimizers, sorted_out.schedulers)
+        return things
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -249,9 +239,9 @@ class Session:
         self._settle()
         if self._epoch is None:
             self._end_epoch()
-        token = self._pass = object()
         run.begin_pass(source, self._num_passes if self._epoch is None else self._epoch)
         self._num_passes += 1
+        token = self._pass = object()
         while True:
             if self._pass is not token:
                 raise ConfigError(
@@ -281,7 +271,8 @@ class Session:
 
     def step(self, loss: torch.Tensor, *, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Backward, clip, optimizer, zero_grad; average when due."""
-        chosen = self._only_optimizer("step") if optimizer is None else optimizer
+        self._inside("step")
+        chosen = self._chosen(optimizer, "step")
         self.backward(loss)
         self.optimizer_step(chosen)
 
@@ -302,7 +293,7 @@ class Session:
     def optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip, step and zero_grad; gradients are averaged before where the policy shares them."""
         self._inside("optimizer_step")
-        chosen = self._only_optimizer("optimizer_step") if optimizer is None else optimizer
+        chosen = self._chosen(optimizer, "optimizer_step")
         chosen.step()
         chosen.zero_grad(set_to_none=True)
 
@@ -352,6 +343,18 @@ class Session:
                 hint="call it inside `for batch in s.batches(dataset, batch_size=64):`",
             )
         return run
+
+    def _chosen(self, optimizer: torch.optim.Optimizer | None, what: str) -> torch.optim.Optimizer:
+        replica = self._joined().replica
+        assert replica is not None
+        if optimizer is None:
+            return self._only_optimizer(f"{what}()")
+        if all(optimizer is not prepared for prepared in replica.optimizers):
+            raise ConfigError(
+                f"{what}() was given an optimizer that was not given to prepare(): {type(optimizer).__name__}",
+                hint="hand all models and their optimizers to one call of prepare()",
+            )
+        return optimizer
 
     def _only_optimizer(self, what: str) -> torch.optim.Optimizer:
         self._replica_needed(what)

@@ -32,7 +32,14 @@ def wrap(model: nn.Module, **options: Unpack[SessionOptions]) -> Wrapped:
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap() needs a torch.nn.Module, got {type(model).__name__}", hint="pass the model itself")
-    return Wrapped(model, session or Session(**options).open(), owns_session=session is None)
+    if session is not None:
+        return Wrapped(model, session, owns_session=False)
+    session = Session(**options).open()
+    try:
+        return Wrapped(model, session, owns_session=True)
+    except BaseException as error:
+        session.__exit__(type(error), error, error.__traceback__)
+        raise
 
 
 class Wrapped:

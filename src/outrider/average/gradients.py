@@ -111,8 +111,10 @@ class GradientExchange:
         else:
             self._own_presence.copy_(torch.tensor([gradient is not None for gradient in gradients]))
             views = [view for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None]
-            for body in self._bodies:
-                body.staged.zero_()
+            # Not the whole body: gradients that a user accumulates are views of it since the last average.
+            torch._foreach_zero_(
+                [view for view, gradient in zip(self._views, gradients, strict=True) if gradient is None]
+            )
         if present:
             torch._foreach_copy_(views, present)
 

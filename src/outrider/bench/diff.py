@@ -131,12 +131,16 @@ def _settings(baseline: IterationFile, test: IterationFile) -> list[Setting]:
 
 
 def _rows(baseline: IterationFile, test: IterationFile) -> Iterator[Row]:
+    seen = set()
     for mine, theirs in _pairs(baseline, test):
         worlds = {(timing.is_plain, timing.num_ranks): timing for timing in theirs.timings}
         for timing in mine.timings:
             other = worlds.get((timing.is_plain, timing.num_ranks))
-            if other is not None:
-                yield _row(mine, timing, other)
+            # The run without DDP stands with each of our policies again; once is enough.
+            if other is None or (timing.is_plain and timing.measurements in seen):
+                continue
+            seen.add(timing.measurements)
+            yield _row(mine, timing, other)
 
 
 def _row(model: ModelTimings, baseline: Timing, test: Timing) -> Row:

@@ -26,6 +26,7 @@ from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 from outrider.runtime.averages import make_averages
 from outrider.runtime.driver import Driver
+from outrider.runtime.rehearse import decide_execution
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
@@ -117,12 +118,14 @@ class OutriderLoop:
         self._averages = make_averages(replica, world, backend=backend, verify=False)
         self._averages.start_from_rank_zero()
         self._stopwatch = Stopwatch(world.device)
+        feed, recorder = FixedFeed(batch), Recorder(world.rank, origin_s=time.time())
+        decide_execution(replica, feed, recorder=recorder)
         self._driver = Driver(
             replica=replica,
-            feed=FixedFeed(batch),
+            feed=feed,
             averages=self._averages,
             throttle=Throttle(world.spec.speed),
-            recorder=Recorder(world.rank, origin_s=time.time()),
+            recorder=recorder,
             stop_requested=lambda: False,
             on_step=self._stopwatch.lap,
         )
@@ -175,17 +178,25 @@ class FixedFeed:
     def announce(self, batches: Iterable[Batch]) -> None: ...
 
     def fetch(self, batch: Batch) -> Any:
-        # An uneven split may ask for more than one batch: the samples go round.
-        rows = range(batch.count)
         if batch.count == self.num_samples:
             return self._batch
-        index = torch.tensor([row % self.num_samples for row in rows], device=self._batch[0].device)
-        return tuple(part.index_select(0, index) for part in self._batch)
+        # An uneven split may ask for more than one batch: the samples go round.
+        rows = torch.arange(batch.count, device=self._batch[0].device) % self.num_samples
+        return tuple(part.index_select(0, rows) for part in self._batch)
 
     def close(self) -> None: ...
 
 
-def make_replica(workload: Workload, plan: IterationPlan, *, world: World, policy: str) -> Replica:
+def torch_replica(workload: Workload, plan: IterationPlan, *, world: World) -> Replica:
+    """For plain torch and DDP: the step is theirs, the replica only holds model and optimizer."""
+    return _replica(workload, plan, world=world, policy="sync", execution="eager")
+
+
+def policy_replica(workload: Workload, plan: IterationPlan, *, world: World, policy: str) -> Replica:
+    return _replica(workload, plan, world=world, policy=policy, execution=plan.execution)
+
+
+def _replica(workload: Workload, plan: IterationPlan, *, world: World, policy: str, execution: str) -> Replica:
     """A replica of its own for each runtime, all from one seed."""
     recipe = Recipe(
         model=_maker(workload.model, plan),
@@ -195,6 +206,7 @@ def make_replica(workload: Workload, plan: IterationPlan, *, world: World, polic
         batch_size=plan.batch_size * (world.size if policy == "balanced" else 1),
         policy=policy,
         precision=plan.precision,
+        execution=execution,
     )
     return Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
 

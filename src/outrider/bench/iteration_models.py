@@ -62,6 +62,11 @@ def workload_named(name: str) -> Workload:
     raise ConfigError(f"no model is called {name!r}, known are: {', '.join(NAMES)}", hint=hint)
 
 
+def takes_any_size(name: str) -> bool:
+    """Whether the image size is for this model; the suite's own take data of one size."""
+    return name in IMAGENET_MODELS or ":" in name
+
+
 def imported(name: str) -> Callable[[], nn.Module]:
     """The factory that `package.module:factory` names; modules of the current folder can be named too."""
     module_name, _, factory_name = name.partition(":")

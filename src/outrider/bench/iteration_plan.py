@@ -16,6 +16,7 @@ from outrider.machine.devices import DeviceSpec
 DEFAULT_MODELS = ("resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
 POLICIES = ("sync", "balanced", "cadence", "async")
 PRECISIONS = ("fp32", "bf16")
+EXECUTIONS = ("auto", "eager", "compile", "graph")
 BACKENDS = ("auto", "cpu", "gloo", "nccl")
 PLAIN = "no DDP"
 BLOCK = 10
@@ -40,18 +41,23 @@ class IterationPlan:
     rounds: int = 5
     precision: str = "fp32"
     is_compiled: bool = False
+    """The model, for all runtimes alike."""
+    execution: str = "eager"
+    """How steps of our policies run: eager, compile, graph (captured), or auto."""
     timeout_s: float = 1_800.0
 
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("no model was named", hint="pass --model resnet50")
-        for name in ("batch_size", "image_size", "bucket_mb", "iterations", "rounds"):
+        for name in ("batch_size", "image_size", "iterations", "rounds"):
             _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("bucket_size", self.bucket_mb, 1)
         _check_at_least("warmup", self.warmup, 0)
         for policy in self.policies:
             _check_choice("policy", policy, POLICIES)
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("precision", self.precision, PRECISIONS)
+        _check_choice("execution", self.execution, EXECUTIONS)
 
     def iterations_of(self, runtime: str) -> int:
         """In one round."""

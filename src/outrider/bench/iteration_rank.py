@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 
-from outrider.bench.iteration_loops import Loop, OutriderLoop, TorchLoop, ddp_model, make_replica
+from outrider.bench.iteration_loops import Loop, OutriderLoop, TorchLoop, ddp_model, policy_replica, torch_replica
 from outrider.bench.iteration_models import Workload, workload_named
 from outrider.bench.iteration_plan import BLOCK, PLAIN, IterationPlan, first_at, runtimes
 from outrider.bench.iteration_record import DDP
@@ -55,10 +55,10 @@ def _loop(name: str, workload: Workload, plan: IterationPlan, world: World, back
     """Every rank makes the loops in the same order: their groups are collective."""
     batch = workload.batch(plan.batch_size, plan.image_size, world.device)
     if name in (PLAIN, DDP):
-        replica = make_replica(workload, plan, world=world, policy="sync")
+        replica = torch_replica(workload, plan, world=world)
         model = replica.model if name == PLAIN else ddp_model(replica, plan, world=world, backend=backend)
         return TorchLoop(model, replica, batch, Throttle(world.spec.speed))
-    replica = make_replica(workload, plan, world=world, policy=name)
+    replica = policy_replica(workload, plan, world=world, policy=name)
     return OutriderLoop(replica, batch, world=world, backend=backend, name=name)
 
 

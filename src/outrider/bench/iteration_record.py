@@ -119,7 +119,8 @@ def _model_document(one: ModelTimings) -> dict[str, Any]:
         "result": [
             {
                 "ranks": list(range(timing.num_ranks)),
-                "measurements": list(timing.measurements),
+                # To a tenth of a microsecond: what is beyond it is noise.
+                "measurements": [round(time_s, 7) for time_s in timing.measurements],
                 "rounds": timing.rounds and [list(counts) for counts in timing.rounds],
             }
             for timing in one.timings

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from outrider.bench.iteration import entry_name
+from outrider.bench.iteration_models import takes_any_size
 from outrider.bench.iteration_overhead import mean_s, overhead
 from outrider.bench.iteration_plan import BLOCK, IterationPlan
 from outrider.bench.iteration_record import ModelTimings, Timing, document
@@ -63,8 +64,7 @@ def header(plan: IterationPlan, facts: dict[str, Any], backend: str) -> str:
         "processor": f"{facts['cpu']}, {facts['num_cores']} cores, {facts['threads_per_rank']} threads per rank",
         "GPUs": ", ".join(facts["gpus"]) or None,
         "bucket": f"{plan.bucket_mb} MB",
-        "input": f"batch {plan.batch_size} per rank, images of {plan.image_size} × {plan.image_size}, {plan.precision}"
-        + (", compiled" if plan.is_compiled else ""),
+        "input": _input_words(plan),
         "measured": f"{plan.rounds} rounds of {plan.iterations} iterations after {plan.warmup} of warm-up, "
         f"runtimes in turn every {BLOCK}",
     }
@@ -72,6 +72,15 @@ def header(plan: IterationPlan, facts: dict[str, Any], backend: str) -> str:
     if facts["topology"]:
         lines += ["", facts["topology"]]
     return "\n".join(lines)
+
+
+def _input_words(plan: IterationPlan) -> str:
+    words = [f"batch {plan.batch_size} per rank"]
+    if any(takes_any_size(name) for name in plan.models):
+        words.append(f"images of {plan.image_size} × {plan.image_size}")
+    return ", ".join(
+        [*words, plan.precision, *(["compiled"] if plan.is_compiled else []), f"our steps {plan.execution}"]
+    )
 
 
 def render(models: Sequence[ModelTimings]) -> str:

@@ -241,7 +241,13 @@ def notes(report: Report) -> list[str]:
     if len(report.environments) > 1:
         found.append("Runs of unlike machines or versions are in this folder: speeds of different ones do not compare.")
     found += [f"{name}: made by the program, not the data set; only its own runs compare." for name in stand_ins]
-    return found
+    return [*found, *_peer_notes(report)]
+
+
+def _peer_notes(report: Report) -> list[str]:
+    """How each peer was set."""
+    runs = [run for group in report.groups for runs in group.by_mode.values() for run in runs]
+    return sorted({f"`{run.case.mode}`: {run.note}." for run in runs if run.note})
 
 
 def as_markdown(table: Table) -> str:

@@ -67,6 +67,8 @@ class SuiteRun:
     epochs: tuple[EpochRow, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     commit: str | None = None
+    note: str | None = None
+    """What a peer says of its setting."""
     measured: Measured | None = None
     """None where the suite was stopped before it could complete the record."""
 
@@ -120,6 +122,7 @@ def _as_run(folder: Path, block: Mapping[str, Any], record: Mapping[str, Any]) -
         epochs=tuple(_epoch(fields) for fields in record.get("epochs", ())),
         environment=record.get("environment") or {},
         commit=record.get("commit"),
+        note=(record.get("options") or {}).get("note"),
         measured=_measured(record[BLOCK]["measured"]) if BLOCK in record else None,
     )
 

@@ -38,7 +38,8 @@ Tell = Callable[[str], None]
 
 def compare_ways(plan: ScalingPlan, *, tell: Tell) -> ScalingRecord:
     """Run everything, rounds outermost, so that a noisy machine hurts all ways alike."""
-    located = locate("cifar10", DataSource(folder=plan.data, max_samples=plan.samples))
+    source = DataSource(folder=plan.data, may_download=plan.may_download, max_samples=plan.samples)
+    located = locate("cifar10", source)
     tell(f"data: {located.title} ({located.reason.splitlines()[0]})")
     results: defaultdict[Job, list[ModeResult]] = defaultdict(list)
     order = [job for job in jobs(plan) if _obstacle(job) is None]

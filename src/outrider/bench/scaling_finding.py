@@ -40,7 +40,7 @@ def _of_model(model: str, rows: Sequence[Row]) -> Iterator[str]:
     yield from _unequal(model, ranked, rows)
     for standing in ranked[1:]:
         if _lags(standing, ranked[0]):
-            yield f"{model}: {_loss(standing)}"
+            yield f"{model}: {_loss(standing, _lockstep_loss(standing.row, rows))}"
     yield from _memory(model, ranked)
 
 
@@ -76,13 +76,19 @@ def _unequal(model: str, ranked: Sequence[Standing], rows: Sequence[Row]) -> Ite
     if ratio < UNEQUAL:
         return
     ddp = next((one for one in ranked if one.row.way == "ddp"), None)
-    # What a world in lockstep gives is its slowest device's speed, as often as there are devices.
-    expected = len(speeds) * min(speeds) / sum(speeds)
-    loss = 1 - (expected if ddp is None or ddp.efficiency is None else ddp.efficiency)
+    expected = _lockstep_loss(ranked[0].row, rows)
+    loss = expected if ddp is None or ddp.efficiency is None else 1 - ddp.efficiency
     told = "DDP loses" if ddp is not None else "DDP would lose"
     better = [way for way in _FOR_UNEQUAL if _beats(way, ranked, 1 - loss)]
     advice = f"use {' or '.join(better)}" if better else "no policy did better here"
     yield f"{model}: your devices are unequal by {ratio:.1f}x: {told} {_percent(loss)}, {advice}."
+
+
+def _lockstep_loss(row: Row, rows: Sequence[Row]) -> float:
+    """By the speeds alone: a world in lockstep is as fast as its slowest device, times the number of devices."""
+    solos = solo_speeds(rows)
+    speeds = [solos[device] for device in row.devices]
+    return 1 - len(speeds) * min(speeds) / sum(speeds)
 
 
 def _beats(way: str, ranked: Sequence[Standing], efficiency: float) -> bool:
@@ -94,24 +100,34 @@ def _lags(standing: Standing, best: Standing) -> bool:
     return (best.efficiency or 0.0) - (standing.efficiency or 0.0) > NEAR
 
 
-def _loss(standing: Standing) -> str:
+def _loss(standing: Standing, lockstep_loss: float) -> str:
     lost = 1 - (standing.efficiency or 0.0)
-    return f"{standing.row.title} loses {_percent(lost)}{_why(standing.row)}."
+    reasons = [*_measured_reasons(standing.row), *_known_reasons(standing.row)]
+    if not reasons:
+        reasons = [_computed_reason(lockstep_loss)] if standing.row.wait_part is None else []
+    return f"{standing.row.title} loses {_percent(lost)}{': ' if reasons else ''}{', '.join(reasons)}."
 
 
-def _why(row: Row) -> str:
-    reasons = []
+def _measured_reasons(row: Row) -> Iterator[str]:
     if row.average_part is not None and row.average_part >= _LEAST_PART:
-        reasons.append(f"communication takes {_percent(row.average_part)} of the time")
+        yield f"communication takes {_percent(row.average_part)} of the time"
     if row.wait_part is not None and row.wait_part >= _LEAST_PART:
-        reasons.append(f"ranks wait {_percent(row.wait_part)} of the time for each other")
+        yield f"ranks wait {_percent(row.wait_part)} of the time for each other"
+
+
+def _known_reasons(row: Row) -> Iterator[str]:
+    """What a way does by its nature."""
     if row.way == "dp":
-        reasons.append("one process copies the model to every device at each step and gathers the outputs on the first")
+        yield "one process copies the model to every device at each step and gathers the outputs on the first"
     if row.way == FSDP:
-        reasons.append("parameters are gathered again in every forward and backward pass")
-    if not reasons and row.average_part is None:
-        reasons.append("where the time goes is not known on these devices")
-    return f": {', '.join(reasons)}" if reasons else ""
+        yield "parameters are gathered again in every forward and backward pass"
+
+
+def _computed_reason(lockstep_loss: float) -> str:
+    """Where the ranks could not measure their waits: on a GPU a host's clock does not see torch's."""
+    if lockstep_loss >= _LEAST_PART:
+        return f"by the speeds alone, keeping step with the slowest device costs {_percent(lockstep_loss)}"
+    return "the devices are equally fast, so it goes to communication"
 
 
 def _memory(model: str, ranked: Sequence[Standing]) -> Iterator[str]:

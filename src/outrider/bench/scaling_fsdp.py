@@ -32,7 +32,7 @@ from outrider.runtime.messages import Link
 from outrider.runtime.metrics import as_json, from_json
 from outrider.runtime.rank import RunSetting
 from outrider.runtime.record import close_record
-from outrider.runtime.world import World, choose_backend
+from outrider.runtime.world import World
 
 
 @contextmanager
@@ -75,7 +75,8 @@ def run_fsdp(order: Order, devices: Sequence[DeviceSpec]) -> ModeResult:
     setting = RunSetting(
         folder=config.run_dir,
         origin_s=time.time(),
-        backend=choose_backend(config.backend, devices).backend,
+        # All of one kind: anything else is an obstacle.
+        backend="cpu" if devices[0].kind == "cpu" else "nccl",
         devices=tuple(map(str, devices)),
     )
     folder = RunFolder(config.run_dir)

@@ -38,6 +38,8 @@ class ScalingPlan:
     samples: int | None = None
     """Of an epoch; None is all of them."""
     data: Path | None = None
+    may_download: bool = True
+    """Where no files are found; without them a stand-in is used, and named as such."""
     seed: int = 0
 
     def __post_init__(self) -> None:

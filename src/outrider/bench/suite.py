@@ -6,7 +6,6 @@ what the timeline told. Which cases there are is the sweep's business, how a mod
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from outrider.bench.runs import BLOCK, SuiteRun, read_json, read_run
 from outrider.bench.suite_case import Case, Subject, as_block
 from outrider.bench.suite_record import measured
 from outrider.bench.tasks import Task
-from outrider.errors import DataError, OutriderError
+from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.machine.devices import parse_devices
 from outrider.runtime.folder import RunFolder
 
@@ -32,9 +31,10 @@ class Planned:
 
 
 def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda message: None) -> SuiteRun:
-    """Train in processes of its own; what an earlier try left in the folder goes away first."""
+    """Train in processes of its own, in a folder that is not there yet."""
     case = planned.case
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already", hint="name a folder that is not")
     block = as_block(case, planned.subject)
     devices = parse_devices(case.devices)
     try:
@@ -49,6 +49,9 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
         )
     except OutriderError as error:
         _keep_failure(folder, block, error)
+        raise
+    except KeyboardInterrupt:
+        _annotate(folder, "config.json", block)
         raise
     return complete(folder, block)
 
@@ -68,6 +71,8 @@ def complete(folder: Path, block: dict[str, Any]) -> SuiteRun:
     """Put what the timeline tells into the record, so that reports need the record only."""
     timeline = read_json(folder / "timeline.json") or {}
     record = read_json(folder / "record.json") or {}
+    # A session writes its configuration when its first batch is asked for, over the one that was there.
+    _annotate(folder, "config.json", block)
     _annotate(folder, "record.json", block | {"measured": measured(timeline, record.get("epochs", []))})
     run = read_run(folder)
     assert run is not None, "the configuration was written when the run began"
@@ -75,6 +80,7 @@ def complete(folder: Path, block: dict[str, Any]) -> SuiteRun:
 
 
 def _annotate(folder: Path, name: str, block: dict[str, Any]) -> None:
+    RunFolder(folder).create()
     content = read_json(folder / name) or {}
     # Records are passed on and published: where on this machine they were made is nobody's concern.
     options = {**content.get("options", {}), "run_dir": folder.name}
@@ -83,9 +89,7 @@ def _annotate(folder: Path, name: str, block: dict[str, Any]) -> None:
 
 def _keep_failure(folder: Path, block: dict[str, Any], error: OutriderError) -> None:
     """A run that failed, even before it began, is told in the report with its reason."""
-    run_folder = RunFolder(folder)
-    run_folder.create()
     _annotate(folder, "config.json", block)
     if not (folder / "record.json").is_file():
         told = {"type": type(error).__name__, "message": error.message, "rank": error.rank, "step": error.step}
-        run_folder.write_json("record.json", {"status": "failed", "error": told, "epochs": []})
+        RunFolder(folder).write_json("record.json", {"status": "failed", "error": told, "epochs": []})

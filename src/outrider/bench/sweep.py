@@ -6,6 +6,7 @@ watcher's. Called by `bench run` and `bench sweep`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ def run_sweep(planned: Sequence[Planned], *, output: Path, watcher: SweepWatcher
             runs.append(run)
             continue
         watcher.begin(one.case)
+        # The key in its name says whose it is: an earlier try of this very case that did not get to its end.
+        shutil.rmtree(folder, ignore_errors=True)
         try:
             runs.append(run_case(one, folder, on_message=watcher.saw))
             watcher.ended(runs[-1])

@@ -40,14 +40,14 @@ class Preset:
 
 PRESETS = {
     "quick": Preset(
-        models=("mlp", "lenet", "conv-ae"),
+        models=("mlp", "lenet"),
         modes=("solo-0", "solo-1", "independent", "ddp", "cpu-balanced", "cpu-cadence", "cpu-async"),
         num_seeds=3,
         devices=SMALL_PAIR,
-        epochs=3,
+        epochs=5,
         max_samples={
-            "logistic": 4_000,
-            "mlp": 4_000,
+            "logistic": 8_000,
+            "mlp": 8_000,
             "lenet": 2_000,
             "conv-ae": 2_000,
             "char-rnn": 128,

@@ -40,6 +40,9 @@ def iteration(
         str, typer.Option("--devices", metavar="LIST", autocompletion=completion.devices, help="Devices of the ranks.")
     ] = "auto",
     is_compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    execution: Annotated[
+        str, typer.Option("--execution", help="How steps of our policies run: eager, compile, graph or auto.")
+    ] = "eager",
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16.")] = "fp32",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write what PyTorch's own diff.py reads as well.")
@@ -68,11 +71,21 @@ def iteration(
         rounds=rounds,
         precision=precision,
         is_compiled=is_compiled,
+        execution=execution,
     )
     for name in plan.models:
         workload_named(name)
     library(plan)
+    check_folder(json_file)
     _run(plan, environment, json_file)
+
+
+def check_folder(path: Path | None) -> None:
+    """Before anything is measured: an hour's work must not end at a folder that is not there."""
+    from outrider.errors import ConfigError
+
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", hint="make the folder first")
 
 
 def _devices(devices: str, environment: Environment | None) -> tuple[DeviceSpec, ...]:

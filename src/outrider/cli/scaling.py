@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli import completion
+from outrider.cli.iteration import check_folder
 
 if TYPE_CHECKING:
     from outrider.bench.scaling_plan import ScalingPlan
@@ -56,6 +57,7 @@ def scaling(
         data=data,
     )
     check_models(plan.models)
+    check_folder(json_file)
     _run(plan, json_file)
 
 

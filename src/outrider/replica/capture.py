@@ -7,6 +7,7 @@ caller's business: `CapturedSteps`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,7 +83,9 @@ class CaptureStream:
 def no_waits() -> Iterator[None]:
     """Work that waits for the device raises: it would end a capture, and is found out here without one."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except Uncapturable:

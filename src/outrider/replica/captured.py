@@ -54,6 +54,7 @@ class CapturedSteps:
         self._stream = stream
         self._refused = False
         self._form = OptimizerForm(replica.optimizer)
+        self._at_rest: list[Any] | None = None
         self.forget()
 
     @property
@@ -71,6 +72,29 @@ class CapturedSteps:
             make_capturable(self._replica.optimizer, self._replica.device)
         self._rates = Rates(self._replica.optimizer, self._replica.device)
         self._hyperparameters = hyperparameters(self._replica.optimizer)
+
+    # Between segments callbacks may freeze layers, change settings or load states: the graphs know the old ones.
+
+    def rest(self) -> None:
+        """A segment is over."""
+        self._at_rest = self._facts()
+
+    def wake(self) -> None:
+        """The next segment begins; where anything has changed since, graphs are captured anew."""
+        if self._at_rest is not None and self._facts() != self._at_rest:
+            self.forget()
+
+    def _facts(self) -> list[Any]:
+        replica = self._replica
+        parameters = [(parameter.requires_grad, parameter.data_ptr()) for parameter in replica.arena.parameters]
+        modules = [module.training for module in replica.model.modules()]
+        states = [
+            value.data_ptr()
+            for state in replica.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return [parameters, modules, states, hyperparameters(replica.optimizer)]
 
     # What a replica does.
 

@@ -5,6 +5,7 @@ Decides by a rehearsal on the replica itself; every choice comes with its reason
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from outrider.data.parcel import Parcel
 from outrider.replica.capture import CaptureStream, Uncapturable
 from outrider.replica.captured import CapturedSteps
 from outrider.replica.compiled import CompiledStep
-from outrider.replica.rehearsal import Rehearsal
+from outrider.replica.rehearsal import Rehearsal, Trial
 from outrider.replica.replica import Replica
 from outrider.replica.snapshot import Snapshot
 
@@ -51,10 +52,11 @@ def _captured(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDec
     stream = CaptureStream(replica.device)
     rehearsal = Rehearsal(replica, parcel, samples=samples, stream=stream)
     eager = rehearsal.eager()
-    try:
-        captured = rehearsal.captured(eager)
-    except Uncapturable as refusal:
-        return _decided("eager", f"the step cannot be captured: {refusal}", eager_ms=round(eager.ms, 3))
+    captured = _trial_or_refusal(rehearsal, eager)
+    if isinstance(captured, str):
+        # The frames of the failed step held its loss, and with it autograd's memory of another stream.
+        gc.collect()
+        return _decided("eager", f"the step cannot be captured: {captured}", eager_ms=round(eager.ms, 3))
     timing = f"a captured step takes {captured.ms:.2f} ms, an eager one {eager.ms:.2f} ms"
     details = {"eager_ms": round(eager.ms, 3), "graph_ms": round(captured.ms, 3)}
     if replica.recipe.execution == "auto" and eager.ms < LEAST_GAIN * captured.ms:
@@ -65,6 +67,13 @@ def _captured(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDec
         on_refusal=lambda reason: on_decision(_decided("eager", f"the step can no longer be captured: {reason}")),
     )
     return _decided("graph", timing, **details)
+
+
+def _trial_or_refusal(rehearsal: Rehearsal, eager: Trial) -> Trial | str:
+    try:
+        return rehearsal.captured(eager)
+    except Uncapturable as refusal:
+        return str(refusal)
 
 
 def _compiled(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDecision) -> Decision:

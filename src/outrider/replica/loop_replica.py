@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
 from outrider.errors import ConfigError, StepError
@@ -45,22 +45,27 @@ class LoopReplica:
         self.schedulers = tuple(schedulers)
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.model.to(device)
+        for scheduler in self.schedulers:
+            _check_moved_by_samples(scheduler)
         _check_owned(self.model, self.optimizers)
         self.arena = Arena(self.model)
-        _scale_rates(self.optimizers, recipe)
+        for optimizer in self.optimizers:
+            _move_state(optimizer)
         self.compensation = compensate(
             self.optimizers[0], policy=recipe.policy, outer=recipe.outer, lr_scale=recipe.lr_scale
         )
-        self.rate_factor = 1.0
+        self.rate_factor = 1.0 if recipe.lr_scale == "auto" else recipe.lr_scale
+        """On every learning rate: what was asked for, or the effective number of ranks."""
         self.steps = 0
         """Steps of the first optimizer."""
         self.ticks = 0
         self.at = 0
         """Samples that the whole world has consumed, for the schedule."""
-        self.batch_size = 1
+        self._batch_size = 1
+        self._ticks_before = self._ticking_since = 0
         self.logbook = Logbook()
         self.tally = LossTally(device)
-        self.before_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        self.before_step: Callable[[torch.optim.Optimizer], None] = refuse_step
         self._rates: list[float] = []
         self._hooks = [optimizer.register_step_pre_hook(self._step_begins) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._step_ended) for optimizer in self.optimizers]
@@ -81,6 +86,12 @@ class LoopReplica:
         """How many equal ranks would share the samples as unequally as these do; the same on all ranks."""
         if self.compensation.follows_ranks:
             self.rate_factor = effective_ranks
+
+    def tick_every(self, batch_size: int, *, since: int) -> None:
+        """Schedules tick once per so many samples; where that changes, only from these samples of the world on."""
+        if batch_size != self._batch_size:
+            self._ticks_before += (since - self._ticking_since) // self._batch_size
+            self._ticking_since, self._batch_size = since, batch_size
 
     def zero_gradients(self) -> None:
         for parameter in self.arena.parameters:
@@ -114,6 +125,12 @@ class LoopReplica:
     # Around every step of an optimizer, also one that the user calls.
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # The arguments of `step` begin with the optimizer itself.
+        if len(args) > 1 or kwargs:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() was given a closure, whose gradients nobody would average",
+                hint="call s.backward(loss), then optimizer.step()",
+            )
         self.before_step(optimizer)
         self._follow_schedule()
         # Schedulers compute the next rate from the one in the group, so the factor must not stay there.
@@ -128,18 +145,25 @@ class LoopReplica:
 
     def _follow_schedule(self) -> None:
         """The schedule is a function of the world's samples, so every policy and every solo sees the same one."""
-        due = self.at // self.batch_size
+        due = self._ticks_before + (self.at - self._ticking_since) // self._batch_size
         while self.schedulers and self.ticks < due:
             for scheduler in self.schedulers:
                 type(scheduler).step(scheduler)
             self.ticks += 1
 
 
-def _scale_rates(optimizers: Sequence[torch.optim.Optimizer], recipe: Recipe) -> None:
-    if recipe.lr_scale == "auto":
-        return
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] *= recipe.lr_scale
+def refuse_step(optimizer: torch.optim.Optimizer) -> None:
+    """No batch is in hand, so no other rank takes this step."""
+    raise ConfigError(
+        f"{type(optimizer).__name__}.step() was called outside of the batches() loop, where nothing is averaged",
+        hint="call it inside `for batch in s.batches(dataset, batch_size=64):`",
+    )
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that was loaded before the model moved follows it to its device."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _check_owned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -155,6 +179,14 @@ def _check_owned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             )
 
 
+def _check_moved_by_samples(scheduler: LRScheduler) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau follows a measured value, and a schedule given to prepare() moves with the samples",
+            hint="leave it out of prepare(), and on every rank call scheduler.step(s.evaluate_together(...))",
+        )
+
+
 def _take_over(scheduler: LRScheduler) -> None:
     """The session moves a prepared schedule; a second hand would move it twice."""
     name = type(scheduler).__name__
@@ -166,7 +198,7 @@ def _take_over(scheduler: LRScheduler) -> None:
             hint="delete the call, or leave the schedule out of prepare() and step it once per epoch",
         )
 
-    scheduler.step = refuse  # type: ignore[method-assign]
+    vars(scheduler)["step"] = refuse
 
 
 def _hand_back(scheduler: LRScheduler) -> None:

@@ -103,6 +103,8 @@ class Driver:
         report: Report | None = None
         if self.clock is not None:
             self.clock.restart()
+        if replica.captured is not None:
+            replica.captured.wake()
         with contextlib.suppress(StopIteration):
             while True:
                 effect = steps.send(report)
@@ -114,6 +116,8 @@ class Driver:
         # A device may still be at the last steps.
         self.averages.wait_for_device()
         replica.check_loss()
+        if replica.captured is not None:
+            replica.captured.rest()
 
     def steps(
         self, policy: Policy, *, leases: Leases, epoch_base: int

@@ -25,6 +25,8 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 LOGS = "CUDA_MPS_LOG_DIRECTORY"
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+USUAL_PLACES = ("/usr/bin", "/usr/local/nvidia/bin")
+"""Beside the PATH: where drivers and container hosts put it."""
 # The keeper has limits of its own; these only hold where the keeper itself is stuck.
 _START_S = mps_keeper.START_S + 2 * mps_keeper.ASK_S
 _END_S = mps_keeper.ASK_S + 2 * mps_keeper.QUIT_S
@@ -67,11 +69,11 @@ def private_daemon() -> Iterator[dict[str, str]]:
 
 
 def find_control() -> str:
-    control = shutil.which(CONTROL)
+    control = shutil.which(CONTROL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *USUAL_PLACES]))
     if control is None:
         raise DeviceError(
-            f"slices of a GPU need {CONTROL}, which is not on the PATH",
-            hint="it comes with NVIDIA's driver for Linux; without it, pass whole devices such as cuda:0",
+            f"slices of a GPU need {CONTROL}, which was not found",
+            hint="it comes with NVIDIA's driver for Linux: put its folder on the PATH, or pass cuda:0",
         )
     return control
 

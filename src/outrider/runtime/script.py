@@ -19,6 +19,9 @@ from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link
 from outrider.runtime.payload import library_folders
 
+TOOLS = ("pytest", "py.test")
+"""Commands that run the user's code among other code: a rank that ran them again would do all of it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
@@ -52,7 +55,8 @@ def running_script() -> Script | None:
     if path is None or hasattr(sys, "ps1"):
         return None
     absolute = os.path.abspath(path)
-    if absolute.startswith(library_folders()) or not os.path.isfile(absolute):
+    is_tool = os.path.basename(absolute) in TOOLS or absolute.startswith(library_folders())
+    if is_tool or not os.path.isfile(absolute):
         return None
     spec = getattr(main, "__spec__", None)
     return Script(path=absolute, module=spec.name if spec is not None else None)

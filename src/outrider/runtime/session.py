@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +22,19 @@ from outrider.core.planner import Planner
 from outrider.core.policies import open_policy
 from outrider.core.schedule import ScheduleRecorder
 from outrider.core.split import Splitter
-from outrider.data.augmented_feed import AugmentFunction
-from outrider.data.drawer import Collate
-from outrider.data.feed import Feed, make_feed
+from outrider.data.feed import Feed
 from outrider.data.leases import Leases, LocalLeases, StoreLeases
 from outrider.data.order import in_order, shuffled
+from outrider.replica import recipe as recipes
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.recipe import Recipe
+from outrider.runtime import config as configs
 from outrider.runtime.averages import make_averages
 from outrider.runtime.config import RunConfig
 from outrider.runtime.driver import Driver
 from outrider.runtime.evaluation import BATCHES_PER_LEASE, Evaluated
-from outrider.runtime.folder import RunFolder
+from outrider.runtime.feeds import Feeds, Source
+from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
 from outrider.runtime.memory import peak_memory_bytes
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics, RankAccount, as_json, combine
@@ -46,19 +47,6 @@ from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
 
 EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """A data set and how its batches are made."""
-
-    dataset: Any
-    batch_size: int
-    shuffle: bool = True
-    workers: int = 0
-    collate: Collate | None = None
-    resident: bool | Literal["auto"] = "auto"
-    augment: AugmentFunction | None = None
 
 
 class SessionRun:
@@ -85,8 +73,8 @@ class SessionRun:
         self.num_samples = 0
         self.is_recorded = False
         self._planners: dict[int, Planner] = {}
-        self._feeds: dict[tuple[int, bool], tuple[Any, Feed]] = {}
-        self._consumed = 0
+        self._feeds = Feeds(device=world.device, seed=recipe.seed)
+        self._consumed = self._reached = 0
         self._passes = self._evaluations = 0
         self._pass_started_s = self._trained_s = self._train_s = self._eval_s = 0.0
         self._first_pass_s: float | None = None
@@ -136,14 +124,24 @@ class SessionRun:
     def _open_folder(self) -> None:
         if self.world.rank == 0:
             self.folder.create()
+            self.folder.write_json("config.json", self._settings())
             write_record(self.folder, self, status="running")
         self.is_recorded = True
+
+    def _settings(self) -> dict[str, Any]:
+        options = recipes.settings(self.recipe) | configs.settings(self.config)
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "devices": self.devices,
+            "backend": self.backend,
+            "options": {name: value for name, value in options.items() if name != "batch_size"},
+        }
 
     # Passes over a data set
 
     def begin_pass(self, source: Source, epoch: int) -> None:
         """Open the next pass; all ranks meet here."""
-        feed = self._feed(source)
+        feed = self._feeds.for_training(source)
         check_num_samples(feed.num_samples, world_size=self.world.size)
         self.num_samples = feed.num_samples
         if self._passes == 0:
@@ -161,6 +159,7 @@ class SessionRun:
             batch_size=source.batch_size,
         )
         self._passes += 1
+        self._reached = self.driver.reached
         self._pass_started_s = time.perf_counter()
 
     def next_batch(self) -> Any | None:
@@ -177,7 +176,8 @@ class SessionRun:
 
     def _end_pass(self) -> None:
         self._trained_s += time.perf_counter() - self._pass_started_s
-        self._consumed += self.num_samples
+        # A pass that was left early has used only what its averages accounted for, the same on all ranks.
+        self._consumed += self.driver.reached - self._reached if self.driver.is_stopped else self.num_samples
         self._is_complete &= not self.driver.is_stopped
         if self.driver.schedule is not None:
             self.schedules.append(self.driver.schedule.entries)
@@ -210,25 +210,6 @@ class SessionRun:
             self._first_pass_s = time.perf_counter()
         self.recorder.event("epoch start", epoch=epoch)
 
-    def _feed(self, source: Source) -> Feed:
-        return self._open_feed(source, is_training=True)
-
-    def _open_feed(self, source: Source, *, is_training: bool) -> Feed:
-        key = (id(source.dataset), is_training)
-        if key not in self._feeds:
-            feed = make_feed(
-                source.dataset,
-                device=self.world.device,
-                seed=self.recipe.seed,
-                workers=source.workers,
-                collate=source.collate,
-                resident=source.resident,
-                augment=source.augment,
-            )
-            # The data set is kept so that no other can take its identity.
-            self._feeds[key] = (source.dataset, feed)
-        return self._feeds[key][1]
-
     def _open_leases(self, key: str, span: Lease, *, batch_size: int) -> Leases:
         if self.world.size == 1:
             return LocalLeases(span, batch_size=batch_size)
@@ -257,16 +238,17 @@ class SessionRun:
         return float(total / samples)
 
     def _evaluation_feed(self, source: Source) -> Feed:
-        feed = self._open_feed(source, is_training=False)
+        feed = self._feeds.for_evaluation(source)
         feed.start_epoch(in_order(feed.num_samples), 0)
         return feed
 
     @torch.no_grad()
     def _evaluate(self, function: EvaluateAll, source: Source, leases: Leases, *, share: float) -> Evaluated:
         assert self.replica is not None
-        feed = self._open_feed(source, is_training=False)
+        feed = self._feeds.for_evaluation(source)
         models = self.replica.models
-        were_training = [model.training for model in models]
+        # Module by module: a layer that the user froze in evaluation mode stays there.
+        were_training = [(module, module.training) for module in self.replica.model.modules()]
         self.replica.model.eval()
         total, samples = 0.0, 0
         try:
@@ -276,8 +258,8 @@ class SessionRun:
                     total += float(value) * batch.count
                     samples += batch.count
         finally:
-            for model, was_training in zip(models, were_training, strict=True):
-                model.train(was_training)
+            for module, was_training in were_training:
+                module.training = was_training
         return Evaluated(total=total, samples=samples)
 
     def _count_evaluation(self, evaluated: Evaluated, started_s: float) -> None:
@@ -358,8 +340,7 @@ class SessionRun:
         if self.replica is not None:
             self.replica.release()
             self.averages.close()
-        for _, feed in self._feeds.values():
-            feed.close()
+        self._feeds.close()
 
 
 def new_run_dir(policy: str) -> Path:

@@ -15,8 +15,7 @@ import torch
 from outrider.average.facts import Settled
 from outrider.core.effects import Batch, Policy, Report, SharedStep, Step
 from outrider.data.leases import Leases
-from outrider.errors import ConfigError
-from outrider.replica.loop_replica import LoopReplica
+from outrider.replica.loop_replica import LoopReplica, refuse_step
 from outrider.runtime.driver import Driver
 from outrider.runtime.window import NUM_FACTS
 
@@ -54,7 +53,7 @@ class UserLoop:
         assert self._steps is None, "one pass at a time"
         self.is_leaving = False
         self._driver.is_stopped = False
-        self._replica.batch_size = batch_size
+        self._replica.tick_every(batch_size, since=epoch_base)
         self._steps = self._driver.steps(policy, leases=leases, epoch_base=epoch_base)
 
     def next_batch(self) -> Any | None:
@@ -70,10 +69,6 @@ class UserLoop:
         report = self._abandon() if self._effect is not None else None
         while (effect := self._advance(report)) is not None:
             report = self._answer_empty(effect) if isinstance(effect, SharedStep) else None
-
-    def abort(self) -> None:
-        """Forget the pass; the world is not to be used again."""
-        self._steps, self._effect, self.is_inside = None, None, False
 
     def pause(self, seconds: float) -> None:
         """Time that the user's batch took for something else than training."""
@@ -127,8 +122,10 @@ class UserLoop:
             self._put_down()
             return None
         missing = self._habit[len(self._stepped) :] if self._stepped or self._shared is None else []
+        taken = self.samples if self._shared is not None else 0
         self.samples = 0
         self._step_empty(missing)
+        self.samples = taken
         return self._conclude_shared()
 
     def _answer_empty(self, effect: SharedStep) -> Report:
@@ -165,10 +162,7 @@ class UserLoop:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.is_inside:
-            raise ConfigError(
-                "an optimizer stepped outside of the batches() loop, where no gradients are averaged",
-                hint="step inside `for batch in session.batches(...)`",
-            )
+            refuse_step(optimizer)
         self._replica.clip(optimizer)
         if isinstance(self._effect, SharedStep):
             self._share(self.samples)

@@ -153,17 +153,27 @@ def _bars(bars: Sequence[Bar], *, lane: str, row: int, colour: str, yaxis: str) 
         "type": "bar",
         "orientation": "h",
         "base": [round(bar.start_s, 4) for bar in bars],
-        "x": [round(bar.seconds, 4) for bar in bars],
+        "x": [round(bar.end_s - bar.start_s, 4) for bar in bars],
         "y": [row] * len(bars),
         "yaxis": yaxis,
         "width": 0.72,
         # An outline keeps what is shorter than a pixel visible; around many bars it would hide the gaps between them.
-        "marker": {"color": colour, "line": {"color": colour, "width": 0.6 if len(bars) <= _MAX_OUTLINED else 0}},
+        "marker": {
+            "color": colour,
+            "line": {"color": colour, "width": 0.6 if len(bars) <= _MAX_OUTLINED else 0},
+            "opacity": [_opacity(bar) for bar in bars] if any(len(bar.spans) > 1 for bar in bars) else 1,
+        },
         "text": [_hover(bar, lane) for bar in bars],
         "textposition": "none",
         "hovertemplate": "%{text}<br>at %{base:.2f} s<extra></extra>",
         "showlegend": False,
     }
+
+
+def _opacity(bar: Bar) -> float:
+    """How much of a bar its spans fill; what is there at all stays visible."""
+    length_s = bar.end_s - bar.start_s
+    return round(max(0.15, min(1.0, bar.seconds / length_s)), 2) if length_s > 0 else 1.0
 
 
 def _colour(lane: str, name: str, rank: int) -> str:

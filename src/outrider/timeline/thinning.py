@@ -14,10 +14,12 @@ from outrider.timeline.spans import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One or more spans of the same name, drawn as one: from where the first began, as long as all took."""
+    """One or more spans of the same name, drawn as one: the paler, the less of it they took."""
 
     start_s: float
+    end_s: float
     seconds: float
+    """What the spans took; the rest of the bar is between them."""
     name: str
     spans: tuple[Span, ...]
 
@@ -39,7 +41,8 @@ def _bars_of(together: list[Span]) -> Iterator[Bar]:
 
 def _bar(together: tuple[Span, ...]) -> Bar:
     seconds = sum(span.seconds for span in together)
-    return Bar(start_s=together[0].start_s, seconds=seconds, name=together[0].name, spans=together)
+    first, last = together[0], together[-1]
+    return Bar(start_s=first.start_s, end_s=last.end_s, seconds=seconds, name=first.name, spans=together)
 
 
 def thin_series(

@@ -1,1 +1,1 @@
-"""The benchmark suite's data sets: made by the program, or read from files that are already there."""
+"""The benchmark suite's data sets: read from their official files, downloaded, or made by the program."""
