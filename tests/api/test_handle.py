@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import outrider
+from outrider.runtime.metrics import from_json
 
 Trainer = Callable[..., outrider.Run]
 Events = Callable[[Path, str], list[dict[str, Any]]]
@@ -215,9 +216,7 @@ def test_the_epochs_of_the_record_are_those_of_the_handle(train_here: Trainer, r
     run = train_here(epochs=2)
     epochs = run.join().epochs
     recorded = read_json(run.run_dir / "record.json")["epochs"]
-    assert [outrider.EpochMetrics(**{**one, "share_by_rank": tuple(one["share_by_rank"])}) for one in recorded] == [
-        *epochs
-    ]
+    assert [from_json(one) for one in recorded] == [*epochs]
 
 
 def test_the_timeline_is_in_the_order_of_time(train_here: Trainer, read_json: ReadJson) -> None:

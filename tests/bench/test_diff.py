@@ -129,6 +129,16 @@ def test_other_machines_are_warned_of(tmp_path: Path) -> None:
     assert "machines differ: gpus none against V100" in comparison.warnings
 
 
+def test_a_machine_that_was_busy_with_other_things_is_warned_of(tmp_path: Path) -> None:
+    mine, theirs = torch_file(QUICK), torch_file(QUICK)
+    mine["outrider"] = {"environment": {"cpu": "Neoverse", "others_part": 0.02}}
+    theirs["outrider"] = {"environment": {"cpu": "Neoverse", "others_part": 0.37}}
+    comparison = compare(write(tmp_path / "a.json", mine), write(tmp_path / "b.json", theirs))
+    share = f"other programs used 37% of the processor while {tmp_path / 'b.json'} was made"
+    assert f"{share}: its times may be theirs" in comparison.warnings
+    assert comparison.different_settings == ()
+
+
 def test_a_machine_that_is_not_told_is_warned_of(slower: Comparison) -> None:
     expected = f"the machine of {slower.baseline} and of {slower.test} is not known"
     assert slower.warnings[0] == f"{expected}: the difference may be the machine's"

@@ -15,6 +15,7 @@ from torch import nn
 
 from outrider.bench.iteration import Measured, adopted_seat, collect
 from outrider.bench.iteration_models import NAMES, workload_named
+from outrider.bench.iteration_neighbours import ProcessorTime, others_part
 from outrider.bench.iteration_overhead import overhead
 from outrider.bench.iteration_plan import IterationPlan, first_at, runtimes, world_sizes
 from outrider.bench.iteration_record import ModelTimings, Timing, document, read_iterations
@@ -198,6 +199,17 @@ def test_overhead_is_told_for_every_world_with_ddp(models: list[ModelTimings]) -
     first, second = overheads(PLAN, models)
     assert first.startswith("lenet, 1 rank: sync is 4.0 % slower per iteration than torch DDP")
     assert second.startswith("lenet, 2 ranks: sync is 1.2 % slower per iteration than torch DDP")
+
+
+def test_others_are_what_was_busy_and_not_ours() -> None:
+    before = ProcessorTime(busy_s=100.0, all_s=400.0, own_s=10.0)
+    after = ProcessorTime(busy_s=107.0, all_s=420.0, own_s=15.0)
+    assert others_part(before, after) == pytest.approx(0.1)
+
+
+def test_where_no_time_passed_nothing_is_known_of_others() -> None:
+    now = ProcessorTime.now()
+    assert others_part(now, now) is None
 
 
 def test_machines_that_are_wired_differently_are_not_mixed() -> None:

@@ -18,6 +18,8 @@ SCHEMA_VERSION = 1
 SIGNIFICANCE = 0.01
 """Chance of calling two runs of one build different, over all rows of a comparison together."""
 PERCENTS = (75, 95)
+MOST_OTHERS = 0.1
+"""What other programs may use of the processor before a file is warned of."""
 _NUM_STRETCHES = 10
 
 
@@ -202,6 +204,10 @@ def _contents(file: IterationFile) -> str:
 
 def _warnings(baseline: IterationFile, test: IterationFile, rows: Sequence[Row]) -> Iterator[str]:
     yield from _machine_warnings(baseline, test)
+    for file in (baseline, test):
+        if file.others_part is not None and file.others_part > MOST_OTHERS:
+            share = f"other programs used {file.others_part:.0%} of the processor while {file.name} was made"
+            yield f"{share}: its times may be theirs"
     yield from _model_warnings(baseline, test)
     yield from _count_warnings(rows)
     if any(timing.rounds is None or len(timing.rounds) < 2 for row in rows for timing in (row.baseline, row.test)):

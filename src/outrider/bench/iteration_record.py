@@ -19,6 +19,7 @@ SCHEMA_VERSION = 1
 OWN_KEY = "outrider"
 """Where our keys are in the file; PyTorch's tools print it and go on."""
 RESULTS_KEY = "benchmark_results"
+OTHERS_KEY = "others_part"
 DDP = "ddp"
 _HINT = "pass a file written by `outrider bench iteration --json`, or by PyTorch's benchmarks/distributed/ddp"
 
@@ -81,6 +82,8 @@ class IterationFile:
     models: tuple[ModelTimings, ...]
     machine: dict[str, Any] = field(default_factory=dict)
     """What its speed depends on; empty where the file does not tell."""
+    others_part: float | None = None
+    """What other programs used of the processor while it was made; None where the file does not tell."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -139,12 +142,13 @@ def read_iterations(path: Path) -> IterationFile:
     settings = {name: value for name, value in content.items() if name not in (RESULTS_KEY, OWN_KEY)}
     if isinstance(own, dict):
         settings |= _flat({name: value for name, value in own.items() if name != "environment"})
-        settings |= _flat(environment)
+        settings |= _flat({name: value for name, value in environment.items() if name != OTHERS_KEY})
     return IterationFile(
         name=str(path),
         settings=settings,
         models=tuple(_read_model(path, position, entry) for position, entry in enumerate(entries)),
         machine={name: environment[name] for name in ("host", "cpu", "num_cores", "gpus") if name in environment},
+        others_part=environment.get(OTHERS_KEY),
     )
 
 

@@ -16,7 +16,7 @@ from outrider.bench.iteration import entry_name
 from outrider.bench.iteration_models import takes_any_size
 from outrider.bench.iteration_overhead import mean_s, overhead
 from outrider.bench.iteration_plan import BLOCK, IterationPlan
-from outrider.bench.iteration_record import ModelTimings, Timing, document
+from outrider.bench.iteration_record import OTHERS_KEY, ModelTimings, Timing, document
 from outrider.bench.iteration_topology import read_topology
 from outrider.bench.tables import text_table
 from outrider.core.policies import SHARED_STEP_POLICIES
@@ -29,8 +29,8 @@ PERCENTS = (50, 75, 90, 95)
 HEADERS = ("", *(text for percent in PERCENTS for text in (f"p{percent} sec/iter", "ex/sec")), "mean ex/sec")
 
 
-def surroundings(plan: IterationPlan) -> dict[str, Any]:
-    """What the numbers depend on."""
+def surroundings(plan: IterationPlan, others_part: float | None) -> dict[str, Any]:
+    """What the numbers depend on; `others_part` is what other programs used of the processor meanwhile."""
     driver = read_nvml().driver
     return environment() | {
         "host": socket.gethostname(),
@@ -38,6 +38,7 @@ def surroundings(plan: IterationPlan) -> dict[str, Any]:
         "nccl": _nccl_version(),
         "driver": driver.version if driver else None,
         "topology": read_topology(),
+        OTHERS_KEY: None if others_part is None else round(others_part, 3),
     }
 
 
@@ -62,6 +63,9 @@ def header(plan: IterationPlan, facts: dict[str, Any], backend: str) -> str:
         "driver": facts["driver"],
         "devices": ", ".join(map(str, plan.devices)),
         "processor": f"{facts['cpu']}, {facts['num_cores']} cores, {facts['threads_per_rank']} threads per rank",
+        "others": None
+        if facts[OTHERS_KEY] is None
+        else f"other programs used {facts[OTHERS_KEY]:.0%} of the processor",
         "GPUs": ", ".join(facts["gpus"]) or None,
         "bucket": f"{plan.bucket_mb} MB",
         "input": _input_words(plan),

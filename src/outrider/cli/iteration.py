@@ -99,24 +99,28 @@ def _devices(devices: str, environment: Environment | None) -> tuple[DeviceSpec,
 
 def _run(plan: IterationPlan, environment: Environment | None, json_file: Path | None) -> None:
     from outrider.bench.iteration import measure, measure_adopted
+    from outrider.bench.iteration_neighbours import ProcessorTime, others_part
     from outrider.cli.console import say
 
+    before = ProcessorTime.now()
     if environment is None:
-        _print(plan, measure(plan, tell=say), json_file)
-        return
-    models = measure_adopted(plan, environment, tell=say)
+        models: list[ModelTimings] | None = measure(plan, tell=say)
+        others = others_part(before, ProcessorTime.now())
+    else:
+        # Ranks that torchrun started are not ours to count.
+        models, others = measure_adopted(plan, environment, tell=say), None
     # One voice is enough.
     if models is not None:
-        _print(plan, models, json_file)
+        _print(plan, models, others, json_file)
 
 
-def _print(plan: IterationPlan, models: list[ModelTimings], json_file: Path | None) -> None:
+def _print(plan: IterationPlan, models: list[ModelTimings], others: float | None, json_file: Path | None) -> None:
     import json
 
     from outrider.bench.iteration_text import header, iteration_document, library, overheads, render, surroundings
     from outrider.timeline.files import write_text
 
-    facts = surroundings(plan)
+    facts = surroundings(plan, others)
     typer.echo(header(plan, facts, library(plan)))
     typer.echo(f"\n{render(models)}")
     for line in overheads(plan, models):

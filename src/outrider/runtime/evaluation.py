@@ -5,6 +5,7 @@ Decides the size of an evaluation batch; the numbers are combined with the epoch
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from outrider.core.effects import Lease, Take
@@ -22,6 +23,7 @@ class Evaluated:
 
     total: float = 0.0
     samples: int = 0
+    seconds: float = 0.0
 
 
 class Evaluation:
@@ -39,6 +41,7 @@ class Evaluation:
     def run(self, key: str) -> Evaluated:
         """Evaluate this rank's part; `key` names the evaluation, the same on all ranks."""
         leases = self._open_leases(key, Lease(0, self._feed.num_samples), batch_size=self._batch_size)
+        started_s = time.perf_counter()
         total, samples = 0.0, 0
         wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=self._share)
         while (lease := leases.take(wanted)) is not None:
@@ -47,4 +50,4 @@ class Evaluation:
             for batch in batches:
                 total += self._replica.evaluate(self._feed.fetch(batch)) * batch.count
                 samples += batch.count
-        return Evaluated(total=total, samples=samples)
+        return Evaluated(total=total, samples=samples, seconds=time.perf_counter() - started_s)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,23 @@ from outrider.core.schedule import ScheduleRecorder
 from outrider.core.split import Splitter
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.feed import Feed, make_feed
-from outrider.data.leases import Leases, LocalLeases, StoreLeases
 from outrider.data.order import in_order, shuffled
 from outrider.errors import DataError
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 from outrider.runtime import checkpoint
 from outrider.runtime.averages import Averages, make_averages
+from outrider.runtime.books import Books, open_leases
 from outrider.runtime.config import RunConfig
 from outrider.runtime.context import EpochContext
 from outrider.runtime.driver import Driver
 from outrider.runtime.evaluation import Evaluated, Evaluation
 from outrider.runtime.folder import RunFolder, load_into
-from outrider.runtime.memory import peak_memory_bytes
 from outrider.runtime.messages import Link
-from outrider.runtime.metrics import EpochMetrics, RankAccount, as_json, combine
+from outrider.runtime.metrics import EpochMetrics, as_json
 from outrider.runtime.record import commit, gpu_uuid, write_record, write_schedule, write_timeline
 from outrider.runtime.rehearse import agree_on_format, decide_execution
 from outrider.runtime.throttle import Throttle
-from outrider.runtime.window import AverageAccount
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
 
@@ -95,7 +94,6 @@ class RankRun:
         self.is_over = False
         self._first_epoch_s: float | None = None
         self._last_progress_s = 0.0
-        self._slept_s = 0.0
         self._feeds: list[Feed] = []
         self.averages: Averages | None = None
 
@@ -122,6 +120,7 @@ class RankRun:
             stop_requested=self.link.stop_requested.is_set,
             on_step=self._tell_progress,
         )
+        self.books = Books(self.driver, self.replica, world)
         self.evaluation = self._open_evaluation()
         average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
         self.averages.start_from_rank_zero()
@@ -155,7 +154,7 @@ class RankRun:
         if self.recipe.evaluate is None:
             return None
         feed = self._open_feed(self.recipe.eval_dataset)
-        return Evaluation(self.replica, feed, self._open_leases, world_size=self.world.size)
+        return Evaluation(self.replica, feed, partial(open_leases, self.world), world_size=self.world.size)
 
     # Epochs
 
@@ -211,9 +210,7 @@ class RankRun:
             shuffled(num_samples, seed=self.recipe.seed, epoch=epoch) if self.recipe.shuffle else in_order(num_samples)
         )
         self.feed.start_epoch(order, epoch)
-        self.driver.account = AverageAccount()
-        self.driver.samples = self.driver.reached = 0
-        self.recorder.wait_s = dict.fromkeys(self.recorder.wait_s, 0.0)
+        self.books.open()
         # Ranks set up at different speeds: time starts when all are here.
         waited_s = self._barrier(f"the start of epoch {epoch}")
         self.recorder.wait("startup" if self._first_epoch_s is None else "epoch boundary", waited_s)
@@ -247,7 +244,7 @@ class RankRun:
             splitter=self.splitter,
             max_overshoot=self.recipe.max_overshoot,
         )
-        leases = self._open_leases(f"ledger/{epoch}/{span.start}", span, batch_size=self.recipe.batch_size)
+        leases = open_leases(self.world, f"ledger/{epoch}/{span.start}", span, batch_size=self.recipe.batch_size)
         reached_before = self.driver.reached
         self.driver.schedule = ScheduleRecorder() if self.config.record_schedule else None
         self.driver.run(policy, leases=leases, epoch_base=epoch * self.feed.num_samples)
@@ -258,57 +255,20 @@ class RankRun:
         if self.config.checkpoint_every is not None and self.position < self.feed.num_samples:
             self._save_checkpoint(epoch, self.position)
 
-    def _open_leases(self, key: str, span: Lease, *, batch_size: int) -> Leases:
-        if self.world.size == 1:
-            return LocalLeases(span, batch_size=batch_size)
-        return StoreLeases(self.world.store, key, span, rank=self.world.rank, batch_size=batch_size)
-
     def _conclude(self, epoch: int, seconds: float) -> EpochMetrics:
-        evaluating_s = time.perf_counter()
         evaluated = self.evaluation.run(f"eval/{epoch}/{self.position}") if self.evaluation else Evaluated()
-        eval_s = time.perf_counter() - evaluating_s
-        self._record_beside_training(epoch, eval_s)
-        loss_sum, loss_samples = self.replica.tally.drain()
-        account = RankAccount(
-            loss_sum=loss_sum,
-            loss_samples=loss_samples,
-            eval_sum=evaluated.total,
-            eval_samples=evaluated.samples,
-            samples=self.driver.samples,
-            logged=self.replica.logbook.drain(),
-            averages=self.driver.account.averages,
-            average_cost_s=self.driver.account.cost_s,
-            wait_s=self.driver.account.wait_s,
-            seconds=seconds,
-            eval_s=eval_s,
-            wants_stop=self.link.stop_requested.is_set(),
-            peak_memory_bytes=peak_memory_bytes(self.world.device),
-        )
-        accounted_s = time.perf_counter()
-        accounts = [RankAccount(**fields) for fields in self.world.exchange_json(asdict(account))]
-        self.recorder.wait("evaluation" if self.evaluation else "epoch boundary", time.perf_counter() - accounted_s)
         assert self._first_epoch_s is not None
-        self.is_over = self.is_over or self.driver.is_stopped or any(one.wants_stop for one in accounts)
-        metrics = combine(
-            accounts,
-            epoch=epoch,
-            learning_rate=self.replica.learning_rate,
-            anchor=self.driver.anchor,
-            drift=self.driver.drift,
+        metrics = self.books.close(
+            epoch,
+            seconds=seconds,
+            evaluated=evaluated,
+            wants_stop=self.link.stop_requested.is_set(),
             train_s_before=self.train_s,
-            wall_s=time.perf_counter() - self._first_epoch_s,
+            first_s=self._first_epoch_s,
             is_complete=self.position >= self.feed.num_samples,
         )
-        waits_ms = {cause: round(seconds * 1e3, 3) for cause, seconds in self.recorder.wait_s.items()}
-        self.recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval, waits_ms=waits_ms)
+        self.is_over = self.is_over or self.driver.is_stopped or self.books.wants_stop
         return metrics
-
-    def _record_beside_training(self, epoch: int, eval_s: float) -> None:
-        if self.evaluation is not None:
-            self.recorder.event("evaluation", epoch=epoch, ms=round(eval_s * 1e3, 3))
-        slept_s, self._slept_s = self.driver.throttle.slept_s - self._slept_s, self.driver.throttle.slept_s
-        if slept_s > 0:
-            self.recorder.event("throttle", epoch=epoch, ms=round(slept_s * 1e3, 3))
 
     def _go_on(self, metrics: EpochMetrics) -> None:
         """Book the epoch, and save what is due."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,25 @@ from outrider.core.policies import open_policy
 from outrider.core.schedule import ScheduleRecorder
 from outrider.core.split import Splitter
 from outrider.data.feed import Feed
-from outrider.data.leases import Leases, LocalLeases, StoreLeases
+from outrider.data.leases import Leases, LocalLeases
 from outrider.data.order import in_order, shuffled
 from outrider.replica import recipe as recipes
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.recipe import Recipe
 from outrider.runtime import config as configs
 from outrider.runtime.averages import make_averages
+from outrider.runtime.books import Books, open_leases
 from outrider.runtime.config import RunConfig
 from outrider.runtime.driver import Driver
 from outrider.runtime.evaluation import BATCHES_PER_LEASE, Evaluated
 from outrider.runtime.feeds import Feeds, Source
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
-from outrider.runtime.memory import peak_memory_bytes
 from outrider.runtime.messages import Link
-from outrider.runtime.metrics import EpochMetrics, RankAccount, as_json, combine
+from outrider.runtime.metrics import EpochMetrics, as_json
 from outrider.runtime.rank import check_num_samples
 from outrider.runtime.record import commit, write_record, write_schedule, write_timeline
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.user_loop import UserLoop
-from outrider.runtime.window import AverageAccount
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
 
@@ -76,7 +75,7 @@ class SessionRun:
         self._feeds = Feeds(device=world.device, seed=recipe.seed)
         self._consumed = self._reached = 0
         self._passes = self._evaluations = 0
-        self._pass_started_s = self._trained_s = self._train_s = self._eval_s = 0.0
+        self._pass_started_s = self._trained_s = self._train_s = 0.0
         self._first_pass_s: float | None = None
         self._evaluated = Evaluated()
         self._is_complete = True
@@ -118,6 +117,7 @@ class SessionRun:
             on_step=lambda: None,
         )
         self.loop = UserLoop(self.driver, self.replica)
+        self.books = Books(self.driver, self.replica, self.world)
         self.recorder.event("ready", device=str(self.world.spec), feed=feed.reason)
         self._open_folder()
 
@@ -151,7 +151,7 @@ class SessionRun:
         self.driver.schedule = ScheduleRecorder() if self.config.record_schedule else None
         self._meet(epoch)
         span = Lease(0, feed.num_samples)
-        leases = self._open_leases(f"ledger/{self._passes}", span, batch_size=source.batch_size)
+        leases = open_leases(self.world, f"ledger/{self._passes}", span, batch_size=source.batch_size)
         self.loop.open(
             self._policy(source.batch_size, span),
             leases=leases,
@@ -210,11 +210,6 @@ class SessionRun:
             self._first_pass_s = time.perf_counter()
         self.recorder.event("epoch start", epoch=epoch)
 
-    def _open_leases(self, key: str, span: Lease, *, batch_size: int) -> Leases:
-        if self.world.size == 1:
-            return LocalLeases(span, batch_size=batch_size)
-        return StoreLeases(self.world.store, key, span, rank=self.world.rank, batch_size=batch_size)
-
     # Evaluation
 
     def evaluate(self, function: EvaluateAll, source: Source) -> float:
@@ -230,7 +225,7 @@ class SessionRun:
         started_s = time.perf_counter()
         self._evaluations += 1
         span = Lease(0, self._evaluation_feed(source).num_samples)
-        leases = self._open_leases(f"eval/{self._evaluations}", span, batch_size=source.batch_size)
+        leases = open_leases(self.world, f"eval/{self._evaluations}", span, batch_size=source.batch_size)
         mine = self._evaluate(function, source, leases, share=1 / self.world.size)
         parts = self.world.exchange_json([mine.total, mine.samples], name="evaluations")
         self._count_evaluation(mine, started_s)
@@ -264,8 +259,8 @@ class SessionRun:
 
     def _count_evaluation(self, evaluated: Evaluated, started_s: float) -> None:
         elapsed_s = time.perf_counter() - started_s
-        self._evaluated = evaluated
-        self._eval_s += elapsed_s
+        # The last evaluation of an epoch is the one that is told; the time of all is.
+        self._evaluated = replace(evaluated, seconds=self._evaluated.seconds + elapsed_s)
         if self._passes:
             self.loop.pause(elapsed_s)
 
@@ -275,53 +270,23 @@ class SessionRun:
         """The metrics of all ranks since the last time; None where no pass was made. All ranks call this."""
         if self._trained_s == 0.0:
             return None
-        driver = self.driver
-        accounts = [RankAccount(**fields) for fields in self.world.exchange_json(asdict(self._account()))]
         assert self._first_pass_s is not None
-        assert self.replica is not None
-        metrics = combine(
-            accounts,
-            epoch=epoch,
-            learning_rate=self.replica.learning_rate,
-            anchor=driver.anchor,
-            drift=driver.drift,
+        metrics = self.books.close(
+            epoch,
+            seconds=self._trained_s,
+            evaluated=self._evaluated,
+            wants_stop=False,
             train_s_before=self._train_s,
-            wall_s=time.perf_counter() - self._first_pass_s,
+            first_s=self._first_pass_s,
             is_complete=self._is_complete,
         )
-        waits_ms = {cause: round(seconds * 1e3, 3) for cause, seconds in self.recorder.wait_s.items()}
-        self.recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval, waits_ms=waits_ms)
-        self._start_accounts(metrics)
-        return metrics
-
-    def _account(self) -> RankAccount:
-        assert self.replica is not None
-        loss_sum, loss_samples = self.replica.tally.drain()
-        return RankAccount(
-            loss_sum=loss_sum,
-            loss_samples=loss_samples,
-            eval_sum=self._evaluated.total,
-            eval_samples=self._evaluated.samples,
-            samples=self.driver.samples,
-            logged=self.replica.logbook.drain(),
-            averages=self.driver.account.averages,
-            average_cost_s=self.driver.account.cost_s,
-            wait_s=self.driver.account.wait_s,
-            seconds=self._trained_s,
-            eval_s=self._eval_s,
-            wants_stop=False,
-            peak_memory_bytes=peak_memory_bytes(self.world.device),
-        )
-
-    def _start_accounts(self, metrics: EpochMetrics) -> None:
         self._train_s = metrics.train_s
         self.history.append(as_json(metrics))
-        self.driver.account = AverageAccount()
-        self.driver.samples = self.driver.reached = 0
-        self.recorder.wait_s = dict.fromkeys(self.recorder.wait_s, 0.0)
-        self._evaluated, self._trained_s, self._eval_s, self._is_complete = Evaluated(), 0.0, 0.0, True
+        self.books.open()
+        self._evaluated, self._trained_s, self._is_complete = Evaluated(), 0.0, True
         if self.world.rank == 0:
             write_record(self.folder, self, status="running")
+        return metrics
 
     def finish(self) -> None:
         """Leave the record and the merged timeline behind; all ranks call this."""
