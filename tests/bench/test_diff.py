@@ -129,14 +129,29 @@ def test_other_machines_are_warned_of(tmp_path: Path) -> None:
     assert "machines differ: gpus none against V100" in comparison.warnings
 
 
-def test_a_machine_that_was_busy_with_other_things_is_warned_of(tmp_path: Path) -> None:
-    mine, theirs = torch_file(QUICK), torch_file(QUICK)
-    mine["outrider"] = {"environment": {"cpu": "Neoverse", "others_part": 0.02}}
-    theirs["outrider"] = {"environment": {"cpu": "Neoverse", "others_part": 0.37}}
-    comparison = compare(write(tmp_path / "a.json", mine), write(tmp_path / "b.json", theirs))
+def busy(content: dict[str, Any], others_part: float, device: str) -> dict[str, Any]:
+    own = {"settings": {"devices": [device]}, "environment": {"cpu": "Neoverse", "others_part": others_part}}
+    return content | {"outrider": own}
+
+
+def test_no_difference_is_called_where_cpu_ranks_shared_their_cores(tmp_path: Path) -> None:
+    comparison = compare(
+        write(tmp_path / "a.json", busy(torch_file(QUICK), 0.02, "cpu")),
+        write(tmp_path / "b.json", busy(torch_file(SLOW), 0.37, "cpu")),
+    )
+    assert [row.verdict for row in comparison.rows] == ["no difference detected", "not comparable"]
+    assert comparison.slower_than(3) == []
     share = f"other programs used 37% of the processor while {tmp_path / 'b.json'} was made"
-    assert f"{share}: its times may be theirs" in comparison.warnings
+    assert f"{share}: no difference is called" in comparison.warnings
     assert comparison.different_settings == ()
+
+
+def test_gpus_are_compared_whatever_else_the_host_does(tmp_path: Path) -> None:
+    comparison = compare(
+        write(tmp_path / "a.json", busy(torch_file(QUICK), 0.02, "cuda:0")),
+        write(tmp_path / "b.json", busy(torch_file(SLOW), 0.37, "cuda:0")),
+    )
+    assert comparison.rows[1].verdict == "slower"
 
 
 def test_a_machine_that_is_not_told_is_warned_of(slower: Comparison) -> None:

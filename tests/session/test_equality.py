@@ -69,17 +69,17 @@ def test_one_rank_is_a_plain_loop_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async", "balanced"])
-def test_the_lab_repeats_a_session(tmp_path: Path, script_runner: Any, policy: str) -> None:
-    ended = script_runner(tmp_path, "plain", devices="cpu,cpu@0.5", policy=policy)
+def test_the_lab_repeats_a_session(on_two_ranks: Any, policy: str) -> None:
+    ended = on_two_ranks(f"plain:{policy}")
     assert ended.code == 0, ended.stderr
     expected = lab_on_schedule_of(ended, policy)
     for rank in range(2):
-        reached = load_file(tmp_path / f"plain{rank}.safetensors")
+        reached = load_file(ended.folder / f"plain{rank}.safetensors")
         assert all(torch.equal(reached[name], expected[name]) for name in expected)
 
 
-def test_a_whole_batch_split_between_ranks_learns_as_on_one(tmp_path: Path, script_runner: Any) -> None:
-    ended = script_runner(tmp_path, "accumulating", devices="cpu,cpu", policy="balanced")
+def test_a_whole_batch_split_between_ranks_learns_as_on_one(on_two_ranks: Any) -> None:
+    ended = on_two_ranks("accumulating:balanced")
     assert ended.code == 0, ended.stderr
     plain = make_model()
     optimizer = make_optimizer(plain.parameters())
@@ -89,18 +89,18 @@ def test_a_whole_batch_split_between_ranks_learns_as_on_one(tmp_path: Path, scri
         if number % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
-    reached = load_file(tmp_path / "accumulating1.safetensors")
+    reached = load_file(ended.folder / "accumulating1.safetensors")
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(reached[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_two_optimizers_share_their_gradients_each_in_turn(tmp_path: Path, script_runner: Any) -> None:
-    ended = script_runner(tmp_path, "adversaries", devices="cpu,cpu", policy="balanced")
+def test_two_optimizers_share_their_gradients_each_in_turn(on_two_ranks: Any) -> None:
+    ended = on_two_ranks("adversaries:balanced")
     assert ended.code == 0, ended.stderr
     left, right = _adversaries_alone()
     for name, model in (("left", left), ("right", right)):
         for rank in range(2):
-            reached = load_file(tmp_path / f"{name}{rank}.safetensors")
+            reached = load_file(ended.folder / f"{name}{rank}.safetensors")
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(reached[key], value, rtol=1e-10, atol=1e-12)
 

@@ -12,46 +12,46 @@ from safetensors.torch import load_file
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_break_on_one_rank_ends_the_epoch_on_all(tmp_path: Path, script_runner: Any, policy: str) -> None:
-    ended = script_runner(tmp_path, "leaving", devices="cpu,cpu", policy=policy)
+def test_a_break_on_one_rank_ends_the_epoch_on_all(on_two_ranks: Any, policy: str) -> None:
+    ended = on_two_ranks(f"leaving:{policy}")
     assert ended.code == 0, ended.stderr
-    counts = [json.loads((tmp_path / f"leaving{rank}.json").read_text())["counts"] for rank in range(2)]
+    counts = [json.loads((ended.folder / f"leaving{rank}.json").read_text())["counts"] for rank in range(2)]
     assert counts[1][0] == 3
     assert counts[0][0] < 41
     assert sum(count[1] for count in counts) >= 41
 
 
-def test_after_a_break_all_ranks_have_the_same_parameters(tmp_path: Path, script_runner: Any) -> None:
-    ended = script_runner(tmp_path, "leaving", devices="cpu,cpu", policy="balanced")
+def test_after_a_break_all_ranks_have_the_same_parameters(on_two_ranks: Any) -> None:
+    ended = on_two_ranks("leaving:balanced")
     assert ended.code == 0, ended.stderr
-    first, second = (load_file(tmp_path / f"leaving{rank}.safetensors") for rank in range(2))
+    first, second = (load_file(ended.folder / f"leaving{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_an_exception_in_one_rank_ends_the_run_and_is_told(tmp_path: Path, script_runner: Any) -> None:
-    ended = script_runner(tmp_path, "failing", devices="cpu,cpu@0.5", policy="cadence")
+    ended = script_runner(tmp_path, "failing:cadence", devices="cpu,cpu@0.5")
     assert ended.code == 1
     assert "error: rank 1 (cpu@0.5), step 2: ValueError: a bad batch" in ended.stderr
     assert 'raise ValueError("a bad batch")' in ended.stderr
 
 
 def test_an_exception_on_the_only_rank_stays_what_it_is(tmp_path: Path, script_runner: Any) -> None:
-    ended = script_runner(tmp_path, "failing", devices="cpu")
+    ended = script_runner(tmp_path, "failing:cadence", devices="cpu")
     assert ended.code == 1
     assert "ValueError: a bad batch" in ended.stderr
     assert "outrider: on rank 0 (cpu), step 2" in ended.stderr
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    record = json.loads((ended.folder / "run" / "record.json").read_text())
     assert record["status"] == "failed"
 
 
-def test_averages_by_hand_are_weighted_by_samples(tmp_path: Path, script_runner: Any) -> None:
-    ended = script_runner(tmp_path, "by_hand", devices="cpu,cpu")
+def test_averages_by_hand_are_weighted_by_samples(on_two_ranks: Any) -> None:
+    ended = on_two_ranks("by_hand:cadence")
     assert ended.code == 0, ended.stderr
-    averaged = load_file(tmp_path / "averaged1.safetensors")
+    averaged = load_file(ended.folder / "averaged1.safetensors")
     assert averaged["0.weight"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert averaged["1.running_mean"].tolist() == [0.25, 0.25]
     assert averaged["1.running_var"].tolist() == [2.1875, 2.1875]
     assert averaged["1.num_batches_tracked"].item() == 6
-    sent = json.loads((tmp_path / "sent0.json").read_text())
+    sent = json.loads((ended.folder / "sent0.json").read_text())
     assert sent["gradients"] == [2.0, 2.0, 2.0, 2.0]
-    assert load_file(tmp_path / "sent0.safetensors")["0.weight"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert load_file(ended.folder / "sent0.safetensors")["0.weight"].tolist() == [[1.0, 1.0], [1.0, 1.0]]

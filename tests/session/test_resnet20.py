@@ -38,8 +38,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def flow(tmp_path_factory: pytest.TempPathFactory, script_runner: Any) -> Any:
-    ended = script_runner(tmp_path_factory.mktemp("flow"), "resnet20_flow", devices="cpu,cpu")
+def flow(on_two_ranks: Any) -> Any:
+    ended = on_two_ranks("resnet20_flow:cadence")
     assert ended.code == 0, ended.stderr
     return ended
 

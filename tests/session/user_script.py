@@ -1,8 +1,9 @@
-"""A training script as a user writes it: `python user_script.py CASE POLICY`; each case is one way to use a session."""
+"""A user's training script: `python user_script.py FOLDER CASE:POLICY ...`; each case is one way to use a session."""
 
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -223,4 +224,10 @@ def resnet20_flow(policy: str) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2])
+    base = Path(sys.argv[1])
+    for wish in sys.argv[2:]:
+        folder = base / wish.replace(":", "-")
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        case, policy = wish.split(":")
+        globals()[case](policy)

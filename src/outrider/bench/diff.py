@@ -15,11 +15,9 @@ from outrider.bench.ranksum import Groups, RankSum, holm, rank_sum
 from outrider.errors import ConfigError, DataError
 
 SCHEMA_VERSION = 1
-SIGNIFICANCE = 0.01
-"""Chance of calling two runs of one build different, over all rows of a comparison together."""
+SIGNIFICANCE = 0.001
+"""Below this, over all rows together: runs of one build drift by a few percent, which rounds of one run cannot show."""
 PERCENTS = (75, 95)
-MOST_OTHERS = 0.1
-"""What other programs may use of the processor before a file is warned of."""
 _NUM_STRETCHES = 10
 
 
@@ -48,6 +46,8 @@ class Row:
     test_of_ranks: RankSum
     p_value: float
     """Of the rank-sum test, corrected for the number of rows."""
+    is_comparable: bool = True
+    """False where other programs disturbed a side: what differs may be theirs."""
 
     @property
     def label(self) -> str:
@@ -64,13 +64,13 @@ class Row:
 
     @property
     def is_different(self) -> bool:
-        return self.p_value < SIGNIFICANCE
+        return self.is_comparable and self.p_value < SIGNIFICANCE
 
     @property
     def verdict(self) -> str:
-        """slower, faster or no difference detected."""
+        """slower, faster, no difference detected or not comparable."""
         if not self.is_different:
-            return "no difference detected"
+            return "no difference detected" if self.p_value >= SIGNIFICANCE else "not comparable"
         return "faster" if self.test_of_ranks.cliffs_delta > 0 else "slower"
 
 
@@ -105,13 +105,16 @@ def compare(baseline: IterationFile, test: IterationFile) -> Comparison:
     rows = list(_rows(baseline, test))
     if not rows:
         raise _nothing_in_common(baseline, test)
+    is_comparable = not (baseline.was_disturbed or test.was_disturbed)
     corrected = holm([row.p_value for row in rows])
     return Comparison(
         baseline=baseline.name,
         test=test.name,
         different_settings=tuple(one for one in settings if one.baseline != one.test),
         equal_settings=tuple(one for one in settings if one.baseline == one.test),
-        rows=tuple(replace(row, p_value=p) for row, p in zip(rows, corrected, strict=True)),
+        rows=tuple(
+            replace(row, p_value=p, is_comparable=is_comparable) for row, p in zip(rows, corrected, strict=True)
+        ),
         warnings=tuple(_warnings(baseline, test, rows)),
     )
 
@@ -205,9 +208,9 @@ def _contents(file: IterationFile) -> str:
 def _warnings(baseline: IterationFile, test: IterationFile, rows: Sequence[Row]) -> Iterator[str]:
     yield from _machine_warnings(baseline, test)
     for file in (baseline, test):
-        if file.others_part is not None and file.others_part > MOST_OTHERS:
+        if file.was_disturbed:
             share = f"other programs used {file.others_part:.0%} of the processor while {file.name} was made"
-            yield f"{share}: its times may be theirs"
+            yield f"{share}: no difference is called"
     yield from _model_warnings(baseline, test)
     yield from _count_warnings(rows)
     if any(timing.rounds is None or len(timing.rounds) < 2 for row in rows for timing in (row.baseline, row.test)):

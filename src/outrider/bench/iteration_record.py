@@ -20,6 +20,8 @@ OWN_KEY = "outrider"
 """Where our keys are in the file; PyTorch's tools print it and go on."""
 RESULTS_KEY = "benchmark_results"
 OTHERS_KEY = "others_part"
+MOST_OTHERS = 0.1
+"""What other programs may use of the processor before times of CPU ranks are theirs as well."""
 DDP = "ddp"
 _HINT = "pass a file written by `outrider bench iteration --json`, or by PyTorch's benchmarks/distributed/ddp"
 
@@ -84,6 +86,13 @@ class IterationFile:
     """What its speed depends on; empty where the file does not tell."""
     others_part: float | None = None
     """What other programs used of the processor while it was made; None where the file does not tell."""
+    devices: tuple[str, ...] = ()
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether CPU ranks had to share their cores with other programs."""
+        has_cpu_ranks = any(device.startswith("cpu") for device in self.devices)
+        return has_cpu_ranks and self.others_part is not None and self.others_part > MOST_OTHERS
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -149,6 +158,7 @@ def read_iterations(path: Path) -> IterationFile:
         models=tuple(_read_model(path, position, entry) for position, entry in enumerate(entries)),
         machine={name: environment[name] for name in ("host", "cpu", "num_cores", "gpus") if name in environment},
         others_part=environment.get(OTHERS_KEY),
+        devices=tuple(settings.get("settings devices") or ()),
     )
 
 
