@@ -1,7 +1,6 @@
-"""The diff on records of real runs: five rounds of fresh processes each, one build, and the same slowed on purpose.
+"""The diff on records of real runs: one build, and the same build slowed on purpose (iterations 1.8 times as long).
 
-Made on two cores shared with other work: SLOWED=0 or 4 `outrider bench iteration --model slowable:classifier
---image-size 16 --batch-size 32 --devices cpu --iterations 20 --warmup 5 --rounds 5`, in the folder of the records.
+Each record is five rounds of fresh processes, made on two quiet cores by `records/make.sh`.
 """
 
 from __future__ import annotations
