@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.suite_case import Case, Subject, as_block
+from outrider.bench.suite.case import Case, Subject, as_block
 
 CASE = Case(
     model="lenet",

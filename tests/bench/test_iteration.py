@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.bench.iteration import Measured, adopted_seat, collect
-from outrider.bench.iteration_models import NAMES, workload_named
-from outrider.bench.iteration_neighbours import ProcessorTime, others_part
-from outrider.bench.iteration_overhead import overhead
-from outrider.bench.iteration_plan import IterationPlan, first_at, runtimes, world_sizes
-from outrider.bench.iteration_record import ModelTimings, Timing, document, read_iterations
-from outrider.bench.iteration_text import overheads, render
-from outrider.bench.iteration_topology import check_same
+from outrider.bench.iteration.measure import Measured, adopted_seat, collect
+from outrider.bench.iteration.models import NAMES, workload_named
+from outrider.bench.iteration.neighbours import ProcessorTime, others_part
+from outrider.bench.iteration.overhead import overhead
+from outrider.bench.iteration.plan import IterationPlan, first_at, runtimes, world_sizes
+from outrider.bench.iteration.record import ModelTimings, Timing, document, read_iterations
+from outrider.bench.iteration.text import overheads, render
+from outrider.bench.iteration.topology import check_same
 from outrider.errors import ConfigError, DeviceError
 from outrider.machine.devices import parse_devices
 from outrider.runtime.environment import Environment

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.bench.ranksum import RankSum, holm, midranks, rank_sum
+from outrider.bench.diff.ranksum import RankSum, holm, midranks, rank_sum
 
 TIMES = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=5)
 GROUPS = st.lists(st.lists(st.integers(1, 30).map(float), min_size=2, max_size=4), min_size=2, max_size=4)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.report import make_report, markdown
-from outrider.bench.report_charts import efficiency_figure, learning_figures, thinned
-from outrider.bench.report_claims import AS_GOOD, BETTER, NOT_SHOWN, TOO_FEW, WORSE, best_mode, quality
-from outrider.bench.report_page import write_report_page
-from outrider.bench.report_tables import anchor_history
-from outrider.bench.runs import SuiteRun, read_runs
-from outrider.bench.runs_group import Group, group_runs
-from outrider.bench.runs_summary import ModeSummary, document, summarise_group
-from outrider.bench.suite_case import Subject
+from outrider.bench.report.charts import efficiency_figure, learning_figures, thinned
+from outrider.bench.report.claims import AS_GOOD, BETTER, NOT_SHOWN, TOO_FEW, WORSE, best_mode, quality
+from outrider.bench.report.markdown import make_report, markdown
+from outrider.bench.report.model_tables import anchor_history
+from outrider.bench.report.page import write_report_page
+from outrider.bench.suite.case import Subject
+from outrider.bench.suite.groups import Group, group_runs
+from outrider.bench.suite.runs import SuiteRun, read_runs
+from outrider.bench.suite.summary import ModeSummary, document, summarise_group
 from outrider.errors import DataError
 
 TellRun = Callable[..., Path]

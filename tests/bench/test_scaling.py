@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.scaling import check_models, model_maker
-from outrider.bench.scaling_finding import finding
-from outrider.bench.scaling_plan import ScalingPlan, jobs
-from outrider.bench.scaling_record import Row, ScalingRecord, document, from_document, standings
-from outrider.bench.scaling_text import render
+from outrider.bench.scaling.finding import finding
+from outrider.bench.scaling.measure import check_models, model_maker
+from outrider.bench.scaling.plan import ScalingPlan, jobs
+from outrider.bench.scaling.record import Row, ScalingRecord, document, from_document, standings
+from outrider.bench.scaling.text import render
 from outrider.errors import ConfigError
 from outrider.machine.devices import parse_devices
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.runs import read_run, read_runs
-from outrider.bench.runs_group import group_runs
-from outrider.bench.suite_case import Case, as_block, case_from_json, subject_from_json
-from outrider.bench.suite_options import parse_settings, settable
-from outrider.bench.suite_record import measured
+from outrider.bench.suite.case import Case, as_block, case_from_json, subject_from_json
+from outrider.bench.suite.groups import group_runs
+from outrider.bench.suite.options import parse_settings, settable
+from outrider.bench.suite.record import measured
+from outrider.bench.suite.runs import read_run, read_runs
 from outrider.errors import ConfigError, DataError
 
 TellRun = Callable[..., Path]

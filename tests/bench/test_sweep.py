@@ -12,12 +12,9 @@ import pytest
 
 from outrider.bench.datasets.source import DataSource
 from outrider.bench.modes import Mode, ModeResult
-from outrider.bench.runs import SuiteRun, read_run
-from outrider.bench.suite import Planned, run_case
-from outrider.bench.suite_case import Case
-from outrider.bench.sweep import run_sweep
-from outrider.bench.sweep_eta import Eta, duration
-from outrider.bench.sweep_plan import (
+from outrider.bench.suite.case import Case
+from outrider.bench.suite.eta import Eta, duration
+from outrider.bench.suite.plan import (
     PRESETS,
     Request,
     default_devices,
@@ -26,6 +23,9 @@ from outrider.bench.sweep_plan import (
     preset_named,
     runnable_modes,
 )
+from outrider.bench.suite.run import Planned, run_case
+from outrider.bench.suite.runs import SuiteRun, read_run
+from outrider.bench.suite.sweep import run_sweep
 from outrider.bench.tasks import Task
 from outrider.errors import ConfigError, OutriderError, StepError
 from outrider.machine.devices import parse_devices
@@ -104,7 +104,7 @@ def interrupt_second_round(mode: Mode, task: Task, **options: Any) -> ModeResult
 
 @pytest.fixture
 def told_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
 
 
 def sweep(output: Path, request: Request = REQUEST) -> list[str]:
@@ -230,10 +230,10 @@ def test_other_options_are_other_runs(told_runs: None, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", interrupt_second_round)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", interrupt_second_round)
     with pytest.raises(KeyboardInterrupt):
         sweep(tmp_path)
-    monkeypatch.setattr("outrider.bench.suite.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
     assert sweep(tmp_path)[:3] == ["skipped solo-0 0", "skipped cpu-async 0", "begin solo-0 1"]
 
 
@@ -267,7 +267,7 @@ def test_a_run_that_ended_just_before_its_record_was_completed_is_completed(told
 
 
 def test_a_run_that_fails_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", fail_async)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
     assert sweep(tmp_path) == [
         "begin solo-0 0",
         "ended solo-0 0",
@@ -281,7 +281,7 @@ def test_a_run_that_fails_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monke
 
 
 def test_a_failure_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", fail_async)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
     sweep(tmp_path)
     run = read_run(tmp_path / plan(REQUEST)[1].case.folder)
     assert run is not None

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.runs import read_runs
-from outrider.bench.runs_group import Group, group_runs
-from outrider.bench.suite_case import Subject
-from outrider.bench.validate import (
+from outrider.bench.report.validate import (
     IMPROVED,
     NOT_COMPARED,
     REGRESSION,
@@ -22,7 +19,10 @@ from outrider.bench.validate import (
     make_baseline,
     read_baseline,
 )
-from outrider.bench.validate_text import render_comparisons
+from outrider.bench.report.validate_text import render_comparisons
+from outrider.bench.suite.case import Subject
+from outrider.bench.suite.groups import Group, group_runs
+from outrider.bench.suite.runs import read_runs
 from outrider.errors import ConfigError, DataError
 
 TellRun = Callable[..., Path]

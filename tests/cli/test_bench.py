@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.bench.modes import Mode, ModeResult
-from outrider.bench.suite_case import Case
+from outrider.bench.suite.case import Case
 from outrider.bench.tasks import Task
 from outrider.cli.bench_progress import EPOCH_LINE_EVERY_S, LiveSweep, PlainSweep, open_sweep_watcher
 from outrider.cli.main import app
@@ -79,7 +79,7 @@ def interrupt_async(mode: Mode, task: Task, **options: Any) -> ModeResult:
 
 @pytest.fixture(autouse=True)
 def told_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
     # No network is asked for data: stand-ins will do.
     monkeypatch.setattr("outrider.bench.datasets.source.find_data", lambda name, folder: None)
     monkeypatch.setattr("outrider.bench.datasets.source.download", refuse)
@@ -149,7 +149,7 @@ def test_one_run_is_a_sweep_of_one(tmp_path: Path) -> None:
 def test_a_failed_run_ends_the_sweep_with_exit_code_1_after_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", fail_async)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
     ended = sweep(tmp_path)
     assert ended.exit_code == 1
     told = json.loads(ended.stdout.splitlines()[-1])
@@ -161,7 +161,7 @@ def test_a_failed_run_ends_the_sweep_with_exit_code_1_after_the_rest(
 
 
 def test_an_interrupt_says_what_is_finished_and_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run_mode", interrupt_async)
+    monkeypatch.setattr("outrider.bench.suite.run.run_mode", interrupt_async)
     ended = sweep(tmp_path)
     assert (ended.exit_code, ended.stdout) == (130, "")
     assert ended.stderr.splitlines()[-1] == (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.scaling_plan import ScalingPlan
-from outrider.bench.scaling_record import Row, ScalingRecord
+from outrider.bench.scaling.plan import ScalingPlan
+from outrider.bench.scaling.record import Row, ScalingRecord
 from outrider.cli.main import app
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "scaling.ipynb"
@@ -41,7 +41,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[ScalingPlan]:
         plans.append(plan)
         return RECORD
 
-    monkeypatch.setattr("outrider.bench.scaling.compare_ways", compare_ways)
+    monkeypatch.setattr("outrider.bench.scaling.measure.compare_ways", compare_ways)
     return plans
 
 

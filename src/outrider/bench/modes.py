@@ -18,7 +18,7 @@ from outrider.bench.graph_sync import start_graph_sync
 from outrider.bench.measures import mean_over_time, samples_per_s, time_to_target_s
 from outrider.bench.peers import table
 from outrider.bench.peers.table import PEERS
-from outrider.bench.suite_options import PER_WORLD
+from outrider.bench.suite.options import PER_WORLD
 from outrider.bench.tasks import Task
 from outrider.errors import ConfigError, DeviceError, nearest
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank

@@ -13,10 +13,10 @@ import typer
 from outrider.cli import completion, diff, iteration, scaling
 
 if TYPE_CHECKING:
-    from outrider.bench.runs import SuiteRun
-    from outrider.bench.suite import Planned
-    from outrider.bench.sweep import Swept
-    from outrider.bench.sweep_plan import Preset, Request
+    from outrider.bench.suite.plan import Preset, Request
+    from outrider.bench.suite.run import Planned
+    from outrider.bench.suite.runs import SuiteRun
+    from outrider.bench.suite.sweep import Swept
 
 EPILOG = "Example: outrider bench sweep --preset quick && outrider bench report runs"
 app = typer.Typer(
@@ -50,7 +50,7 @@ def list_suite(devices: _Devices = None) -> None:
     from outrider.cli.console import check_torch
 
     check_torch()
-    from outrider.bench.suite_list import render_list
+    from outrider.bench.suite.listing import render_list
 
     typer.echo(render_list(_specs(devices)))
 
@@ -73,7 +73,7 @@ def run(
     from outrider.cli.console import check_torch
 
     check_torch()
-    from outrider.bench.sweep_plan import Preset, plan
+    from outrider.bench.suite.plan import Preset, plan
 
     alone = Preset(models=(model,), modes=(mode,), num_seeds=1, devices=None)
     request = _request(
@@ -108,7 +108,7 @@ def sweep(
     from outrider.cli.console import check_torch
 
     check_torch()
-    from outrider.bench.sweep_plan import plan, preset_named
+    from outrider.bench.suite.plan import plan, preset_named
 
     chosen = preset_named(preset)
     chosen = replace(chosen, models=_names(models) or chosen.models, modes=_names(modes) or chosen.modes)
@@ -128,7 +128,7 @@ def report(
     ] = None,
 ) -> None:
     """Report on finished runs: markdown on stdout and in report.md. Needs no torch."""
-    from outrider.bench.report import make_report, markdown
+    from outrider.bench.report.markdown import make_report, markdown
     from outrider.cli.console import say
     from outrider.timeline.files import write_text
 
@@ -139,7 +139,7 @@ def report(
     write_text(folder / "report.md", text)
     say(f"report: {folder / 'report.md'}")
     if html:
-        from outrider.bench.report_page import write_report_page
+        from outrider.bench.report.page import write_report_page
 
         say(f"page: {write_report_page(made, folder)}")
 
@@ -154,9 +154,9 @@ def validate(
 
     Needs no torch.
     """
-    from outrider.bench.runs import read_runs
-    from outrider.bench.runs_group import group_runs
-    from outrider.bench.validate import make_baseline
+    from outrider.bench.report.validate import make_baseline
+    from outrider.bench.suite.groups import group_runs
+    from outrider.bench.suite.runs import read_runs
 
     groups = group_runs(read_runs(runs))
     if save:
@@ -179,8 +179,8 @@ def rerun(
     before = _run_in(run_dir)
     check_torch()
     from outrider.bench.datasets.source import DataSource
-    from outrider.bench.suite_again import render_again
-    from outrider.bench.sweep_plan import plan_again
+    from outrider.bench.suite.again import render_again
+    from outrider.bench.suite.plan import plan_again
 
     planned = plan_again(before.case, data=DataSource(folder=data))
     now = _run_again(planned, output or _free(run_dir.with_name(f"{run_dir.name}-rerun")))
@@ -196,7 +196,7 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _specs(devices: str | None) -> tuple[Any, ...]:
-    from outrider.bench.sweep_plan import default_devices
+    from outrider.bench.suite.plan import default_devices
     from outrider.machine.devices import cuda_devices, resolve_devices
 
     return resolve_devices(devices or default_devices(cuda_devices()), cuda_devices=cuda_devices()).devices
@@ -216,8 +216,8 @@ def _request(
 ) -> Request:
     """What the user said goes before what the preset says."""
     from outrider.bench.datasets.source import DataSource
-    from outrider.bench.suite_options import parse_settings
-    from outrider.bench.sweep_plan import Request, runnable_modes
+    from outrider.bench.suite.options import parse_settings
+    from outrider.bench.suite.plan import Request, runnable_modes
 
     specs = _specs(devices or preset.devices)
     return Request(
@@ -248,7 +248,7 @@ def _carry_out(planned: list[Planned], output: Path) -> None:
 
 
 def _sweep(planned: list[Planned], output: Path) -> Swept:
-    from outrider.bench.sweep import in_rounds, run_sweep
+    from outrider.bench.suite.sweep import in_rounds, run_sweep
     from outrider.cli.bench_progress import open_sweep_watcher
 
     with open_sweep_watcher([one.case for one in in_rounds(planned)]) as watcher:
@@ -258,7 +258,7 @@ def _sweep(planned: list[Planned], output: Path) -> Swept:
 
 
 def _interrupted(planned: list[Planned], output: Path) -> str:
-    from outrider.bench.suite import finished_run
+    from outrider.bench.suite.run import finished_run
 
     finished = sum(finished_run(output / one.case.folder, one) is not None for one in planned)
     done = f"{finished} of {len(planned)} runs are finished"
@@ -266,7 +266,7 @@ def _interrupted(planned: list[Planned], output: Path) -> str:
 
 
 def _print(swept: Swept) -> None:
-    from outrider.bench.suite_text import render_runs
+    from outrider.bench.suite.text import render_runs
 
     if swept.runs:
         typer.echo(render_runs(swept.runs))
@@ -279,7 +279,7 @@ def _print(swept: Swept) -> None:
 def _print_document(runs: Any, *, failures: Any) -> None:
     import json
 
-    from outrider.bench.suite_text import runs_document
+    from outrider.bench.suite.text import runs_document
 
     typer.echo(json.dumps(runs_document(runs, failures=failures), allow_nan=False))
 
@@ -304,9 +304,9 @@ def _save_baseline(content: dict[str, Any], path: Path) -> None:
 
 
 def _compare(groups: Any, path: Path) -> None:
-    from outrider.bench.runs import read_json
-    from outrider.bench.validate import REGRESSION, compare, read_baseline
-    from outrider.bench.validate_text import render_comparisons
+    from outrider.bench.report.validate import REGRESSION, compare, read_baseline
+    from outrider.bench.report.validate_text import render_comparisons
+    from outrider.bench.suite.runs import read_json
     from outrider.cli.console import EXIT_ERROR
     from outrider.errors import ConfigError
 
@@ -321,7 +321,7 @@ def _compare(groups: Any, path: Path) -> None:
 
 
 def _run_in(folder: Path) -> SuiteRun:
-    from outrider.bench.runs import read_run
+    from outrider.bench.suite.runs import read_run
     from outrider.errors import ConfigError
 
     run = read_run(folder)
@@ -333,7 +333,7 @@ def _run_in(folder: Path) -> SuiteRun:
 
 
 def _run_again(planned: Planned, folder: Path) -> SuiteRun:
-    from outrider.bench.suite import run_case
+    from outrider.bench.suite.run import run_case
     from outrider.cli.bench_progress import open_sweep_watcher
     from outrider.cli.console import say
 

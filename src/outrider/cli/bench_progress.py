@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.text import Text
 
 from outrider.bench.measures import samples_per_s
-from outrider.bench.runs import SuiteRun
-from outrider.bench.suite_case import Case
-from outrider.bench.sweep_eta import Eta, duration
+from outrider.bench.suite.case import Case
+from outrider.bench.suite.eta import Eta, duration
+from outrider.bench.suite.runs import SuiteRun
 from outrider.cli.progress import ModeView, live_lines
 from outrider.errors import OutriderError
 from outrider.runtime.messages import Message

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from outrider.bench.diff import Comparison
+    from outrider.bench.diff.compare import Comparison
 
 EPILOG = "Example: outrider bench diff before.json after.json --fail-above 3%"
 
@@ -30,8 +30,8 @@ def diff(
     ] = None,
 ) -> None:
     """Compare the iteration times in two files; positive differences are faster."""
-    from outrider.bench.diff import compare, parse_percent
-    from outrider.bench.iteration_record import read_iterations
+    from outrider.bench.diff.compare import compare, parse_percent
+    from outrider.bench.iteration.record import read_iterations
 
     limit = None if fail_above is None else parse_percent(fail_above)
     comparison = compare(read_iterations(baseline), read_iterations(test))
@@ -45,7 +45,7 @@ def diff(
 def _text(comparison: Comparison, *, is_json: bool, is_markdown: bool) -> str:
     import json
 
-    from outrider.bench.diff_text import document, render, render_markdown
+    from outrider.bench.diff.text import document, render, render_markdown
 
     if is_json:
         return json.dumps(document(comparison), indent=1)
@@ -53,7 +53,7 @@ def _text(comparison: Comparison, *, is_json: bool, is_markdown: bool) -> str:
 
 
 def _write_page(comparison: Comparison, path: Path) -> None:
-    from outrider.bench.diff_page import write_diff_page
+    from outrider.bench.diff.page import write_diff_page
     from outrider.cli.console import say
 
     say(f"page: {write_diff_page(comparison, path)}")

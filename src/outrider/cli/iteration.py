@@ -13,8 +13,8 @@ import typer
 from outrider.cli import completion
 
 if TYPE_CHECKING:
-    from outrider.bench.iteration_plan import IterationPlan
-    from outrider.bench.iteration_record import ModelTimings
+    from outrider.bench.iteration.plan import IterationPlan
+    from outrider.bench.iteration.record import ModelTimings
     from outrider.machine.devices import DeviceSpec
     from outrider.runtime.environment import Environment
 
@@ -52,9 +52,9 @@ def iteration(
     from outrider.cli.console import check_torch
 
     check_torch()
-    from outrider.bench.iteration_models import workload_named
-    from outrider.bench.iteration_plan import DEFAULT_MODELS, IterationPlan
-    from outrider.bench.iteration_text import library
+    from outrider.bench.iteration.models import workload_named
+    from outrider.bench.iteration.plan import DEFAULT_MODELS, IterationPlan
+    from outrider.bench.iteration.text import library
     from outrider.runtime.environment import adopted
 
     environment = adopted()
@@ -98,8 +98,8 @@ def _devices(devices: str, environment: Environment | None) -> tuple[DeviceSpec,
 
 
 def _run(plan: IterationPlan, environment: Environment | None, json_file: Path | None) -> None:
-    from outrider.bench.iteration import measure, measure_adopted
-    from outrider.bench.iteration_neighbours import ProcessorTime, others_part
+    from outrider.bench.iteration.measure import measure, measure_adopted
+    from outrider.bench.iteration.neighbours import ProcessorTime, others_part
     from outrider.cli.console import say
 
     before = ProcessorTime.now()
@@ -117,7 +117,7 @@ def _run(plan: IterationPlan, environment: Environment | None, json_file: Path |
 def _print(plan: IterationPlan, models: list[ModelTimings], others: float | None, json_file: Path | None) -> None:
     import json
 
-    from outrider.bench.iteration_text import header, iteration_document, library, overheads, render, surroundings
+    from outrider.bench.iteration.text import header, iteration_document, library, overheads, render, surroundings
     from outrider.timeline.files import write_text
 
     facts = surroundings(plan, others)

@@ -14,7 +14,7 @@ from outrider.cli import completion
 from outrider.cli.iteration import check_folder
 
 if TYPE_CHECKING:
-    from outrider.bench.scaling_plan import ScalingPlan
+    from outrider.bench.scaling.plan import ScalingPlan
 
 EPILOG = "Example: outrider bench scaling --devices cuda:0,cuda:1 --model resnet34 --json scaling.json"
 
@@ -41,8 +41,8 @@ def scaling(
     from outrider.cli.console import check_torch
 
     check_torch()
-    from outrider.bench.scaling import check_models
-    from outrider.bench.scaling_plan import DEFAULT_MODELS, WAYS, ScalingPlan
+    from outrider.bench.scaling.measure import check_models
+    from outrider.bench.scaling.plan import DEFAULT_MODELS, WAYS, ScalingPlan
     from outrider.machine.devices import cuda_devices, resolve_devices
 
     plan = ScalingPlan(
@@ -70,9 +70,9 @@ def _default_output() -> Path:
 def _run(plan: ScalingPlan, json_file: Path | None) -> None:
     import json
 
-    from outrider.bench.scaling import compare_ways
-    from outrider.bench.scaling_record import document
-    from outrider.bench.scaling_text import render
+    from outrider.bench.scaling.measure import compare_ways
+    from outrider.bench.scaling.record import document
+    from outrider.bench.scaling.text import render
     from outrider.cli.console import say
     from outrider.timeline.files import write_text
 

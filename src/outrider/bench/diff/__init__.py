@@ -1,0 +1,1 @@
+"""Two iteration benchmarks compared, with a test on their raw samples. Knows no torch."""

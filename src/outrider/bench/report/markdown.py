@@ -1,0 +1,259 @@
+"""The report in markdown: what ran on what, what each mode was worth, and what is not known.
+
+Decides the order of things and their words; numbers come from the summaries, claims from the tests. Reads records
+only and knows no torch. Called by `bench report`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.report import model_tables as tables
+from outrider.bench.report.claims import ACCURACY_MARGIN, MIN_SEEDS, RELATIVE_MARGIN, best_mode, quality, shortcomings
+from outrider.bench.report.model_tables import Table
+from outrider.bench.suite.groups import Group, group_runs
+from outrider.bench.suite.runs import SuiteRun, read_runs
+from outrider.bench.suite.summary import ModeSummary, ideal_samples_per_s, summarise_group
+from outrider.bench.tables import UNKNOWN, number
+from outrider.errors import DataError
+
+MACHINE = ("cpu", "num_cores", "gpus", "cuda", "platform")
+VERSIONS = ("outrider", "torch", "python")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything a report says, before it is laid out."""
+
+    groups: tuple[Group, ...]
+    summaries: tuple[dict[str, ModeSummary], ...]
+    """Of each group, by mode."""
+    environments: tuple[Mapping[str, Any], ...]
+    """The different ones among the runs: one, where all ran on one machine with the same versions."""
+    commits: tuple[str, ...]
+
+    @property
+    def pairs(self) -> list[tuple[Group, dict[str, ModeSummary]]]:
+        return list(zip(self.groups, self.summaries, strict=True))
+
+    @property
+    def num_finished(self) -> int:
+        return sum(len(runs) for group in self.groups for runs in group.by_mode.values())
+
+    @property
+    def incomplete(self) -> list[SuiteRun]:
+        return [run for group in self.groups for run in group.incomplete]
+
+
+def make_report(root: Path) -> Report:
+    """From what lies under a folder; an error where nothing there is finished."""
+    runs = read_runs(root)
+    groups = tuple(group_runs(runs))
+    if not any(group.by_mode for group in groups):
+        count = f"{len(runs)} run{'' if len(runs) == 1 else 's'} begun" if runs else "no run of the suite is there"
+        raise DataError(
+            f"nothing is finished in {root}: {count}", hint="run `outrider bench sweep`; it goes on where it stopped"
+        )
+    finished = [run for group in groups for runs in group.by_mode.values() for run in runs]
+    return Report(
+        groups=groups,
+        summaries=tuple(summarise_group(group) for group in groups),
+        environments=tuple(_different([_told(run.environment) for run in finished])),
+        commits=tuple(sorted({run.commit for run in finished if run.commit})),
+    )
+
+
+def _told(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: environment.get(name) for name in (*MACHINE, *VERSIONS)}
+
+
+def _different(environments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({str(sorted(one.items(), key=str)): one for one in environments}.values())
+
+
+# Laid out
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    parts = [
+        "# Benchmark report",
+        lead(report),
+        "## Hardware and versions",
+        *(as_markdown(_environment_table(one)) for one in report.environments),
+        *_commits(report),
+        "## Reproduce",
+        "```\n" + "\n".join(reproduce(report)) + "\n```",
+        "## Best mode per model",
+        as_markdown(overview(report)),
+        *(part for group, summaries in report.pairs for part in _model_parts(group, summaries)),
+        "## Where a mode is worse than one device alone",
+        _bullets(worse_sentences(report), otherwise="Nowhere in these runs, as far as they can tell."),
+        "## Incomplete runs",
+        _bullets(incomplete_sentences(report), otherwise="None."),
+        "## Notes",
+        _bullets(notes(report), otherwise=""),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def lead(report: Report) -> str:
+    models = ", ".join(group.name for group in report.groups)
+    devices = " and ".join(dict.fromkeys(", ".join(group.case.devices) for group in report.groups))
+    incomplete = f", {len(report.incomplete)} incomplete" if report.incomplete else ""
+    return f"{report.num_finished} finished runs{incomplete}; models: {models}; devices: {devices}."
+
+
+def _environment_table(environment: Mapping[str, Any]) -> Table:
+    rows = [[name.replace("_", " "), fact(environment[name])] for name in (*MACHINE, *VERSIONS)]
+    return Table(title="", headers=("what", "here"), rows=rows)
+
+
+def fact(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return UNKNOWN if value is None else str(value)
+
+
+def _commits(report: Report) -> list[str]:
+    return [f"Commit: {', '.join(report.commits)}."] if report.commits else []
+
+
+def reproduce(report: Report) -> list[str]:
+    """One command per condition; finished runs are skipped, so that it may be called again."""
+    models_by_rest: dict[str, list[str]] = {}
+    for group in report.groups:
+        models_by_rest.setdefault(_conditions_words(group), []).append(group.case.model)
+    begin = "outrider bench sweep --preset full"
+    return [f"{begin} --models {','.join(models)} {rest}" for rest, models in models_by_rest.items()]
+
+
+def _conditions_words(group: Group) -> str:
+    case = group.case
+    modes = [*group.by_mode, *(run.case.mode for run in group.incomplete)]
+    words = ["--modes", ",".join(dict.fromkeys(modes))]
+    words += ["--devices", ",".join(case.devices), "--seeds", str(group.num_seeds), "--epochs", str(case.epochs)]
+    words += ["--batch-size", str(case.batch_size)]
+    words += ["--samples", str(case.max_samples)] if case.max_samples else []
+    words += ["--depth", str(case.depth)] if case.depth else []
+    words += [word for name, value in case.settings.items() for word in ("--set", f"{name}={value}")]
+    return shlex.join(words)
+
+
+def overview(report: Report) -> Table:
+    headers = ("model", "data", "best mode", "why", "speed-up", "efficiency", "quality")
+    return Table(title="", headers=headers, rows=[_overview_row(*pair) for pair in report.pairs])
+
+
+def _overview_row(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str]:
+    best = best_mode(group, summaries)
+    summary = summaries.get(best.mode or "")
+    verdicts = {one.mode: one.verdict for one in quality(group, summaries)}
+    return [
+        group.name,
+        group.case.data_name,
+        best.mode or UNKNOWN,
+        best.reason,
+        UNKNOWN if summary is None or summary.speedup is None else f"{summary.speedup:.2f}x",
+        number(summary.efficiency if summary else None, ".2f"),
+        verdicts.get(best.mode or "", UNKNOWN),
+    ]
+
+
+def _model_parts(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str]:
+    return [
+        f"## {group.name}",
+        conditions(group, summaries),
+        *(part for table in model_tables(group, summaries) for part in (f"### {table.title}", as_markdown(table))),
+    ]
+
+
+def model_tables(group: Group, summaries: Mapping[str, ModeSummary]) -> list[Table]:
+    """The tables of a model that have something to show."""
+    found = [
+        tables.results_table(group, summaries),
+        tables.quality_table(group, summaries),
+        tables.averages_table(summaries),
+        tables.idle_table(summaries),
+        tables.memory_table(summaries),
+    ]
+    return [table for table in found if table.rows]
+
+
+def conditions(group: Group, summaries: Mapping[str, ModeSummary]) -> str:
+    """What was trained, and what it may be held against."""
+    case, subject = group.case, group.subject
+    words = [
+        f"{case.data_name}; {case.epochs} epochs, batch {case.batch_size}; devices {', '.join(case.devices)}; "
+        f"up to {group.num_seeds} seed{'' if group.num_seeds == 1 else 's'} per mode.",
+        f"Ideal: {number(ideal_samples_per_s(group), ',.0f')} samples/s, the sum of {' + '.join(group.solos)}.",
+    ]
+    if subject.is_stand_in:
+        words.append("The data are a stand-in: no published figure applies.")
+    elif subject.published is not None:
+        words.append(_beside_published(group, summaries, subject.published))
+    return " ".join(words)
+
+
+def _beside_published(group: Group, summaries: Mapping[str, ModeSummary], published: float) -> str:
+    subject = group.subject
+    sign = 1.0 if subject.larger_is_better else -1.0
+    known = {mode: one.eval for mode, one in summaries.items() if one.eval is not None}
+    missed = [mode for mode, value in known.items() if sign * value < sign * published]
+    value = tables.evaluation(published, None, metric=subject.metric)
+    verdict = f"not reached, in the mean, by {', '.join(missed)}" if missed else "reached, in the mean, by every mode"
+    return f"Published: {subject.metric} {value}; {verdict}."
+
+
+def worse_sentences(report: Report) -> list[str]:
+    return [sentence for pair in report.pairs for sentence in shortcomings(*pair)]
+
+
+def incomplete_sentences(report: Report) -> list[str]:
+    return [
+        f"{run.case.title} {run.case.mode} seed {run.case.seed}: {run.status or 'no record'} "
+        f"after {len(run.epochs)} of {run.case.epochs} epochs{f': {run.error}' if run.error else ''}"
+        for run in report.incomplete
+    ]
+
+
+def notes(report: Report) -> list[str]:
+    stand_ins = sorted({group.case.data_name for group in report.groups if group.subject.is_stand_in})
+    found = [
+        "Samples per second are of training time; the first epoch is warm-up and not counted where there are more.",
+        "Efficiency is throughput against the sum of the solos, its 95 % interval Student's over the rounds (of a "
+        "single round: by drawing its epochs again); of ceiling is throughput against `independent`, all devices at "
+        "work without averaging. Speed-up is against solo-0.",
+        "Time to target is training time, warm-up included, to the end of the first epoch that reached it; the mean "
+        "over the seeds, where all of them did.",
+        "Evaluations are of the last epoch: mean ± half of the 95 % Student interval over the seeds.",
+        '"As good as solo" is said where two one-sided tests put the difference within '
+        f"{100 * ACCURACY_MARGIN:g} points of accuracy, or {100 * RELATIVE_MARGIN:g} % of a loss, at 5 %, with "
+        f"{MIN_SEEDS} seeds or more.",
+        "Idle times by cause are the waits that the ranks recorded; peers record only their sum, as waiting for "
+        "averages. Sampled is what NVML or psutil saw every 100 ms: below 5 % for half a second or more. "
+        "Memory is a rank's peak: what torch allocated on a GPU, the process's resident memory on a CPU.",
+    ]
+    if len(report.environments) > 1:
+        found.append("Runs of unlike machines or versions are in this folder: speeds of different ones do not compare.")
+    found += [f"{name}: made by the program, not the data set; only its own runs compare." for name in stand_ins]
+    return [*found, *_peer_notes(report)]
+
+
+def _peer_notes(report: Report) -> list[str]:
+    """How each peer was set."""
+    runs = [run for group in report.groups for runs in group.by_mode.values() for run in runs]
+    return sorted({f"`{run.case.mode}`: {run.note}." for run in runs if run.note})
+
+
+def as_markdown(table: Table) -> str:
+    cells = [table.headers, ["---"] * len(table.headers), *table.rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+def _bullets(sentences: Sequence[str], *, otherwise: str) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences) or otherwise

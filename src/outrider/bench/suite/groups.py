@@ -1,0 +1,108 @@
+"""Runs that may stand in one table: one model under one condition, by mode, over their seeds.
+
+Decides what belongs together and in which order modes are shown. Knows no torch. Called by summaries and reports.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.bench.suite.case import Case, Subject
+from outrider.bench.suite.runs import SuiteRun
+
+SOLO = "solo-0"
+"""What every mode is compared with: the first device alone."""
+INDEPENDENT = "independent"
+_POLICIES = ("sync", "balanced", "cadence", "async")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """One model under one condition."""
+
+    name: str
+    """The model, and what sets it apart where the model was run under several conditions."""
+    case: Case
+    """One of its runs', for what all of them share."""
+    subject: Subject
+    by_mode: dict[str, tuple[SuiteRun, ...]]
+    """Finished runs by seed; modes in the order they are shown in."""
+    incomplete: tuple[SuiteRun, ...]
+
+    @property
+    def solos(self) -> tuple[str, ...]:
+        return tuple(f"solo-{rank}" for rank in range(len(self.case.devices)))
+
+    @property
+    def num_seeds(self) -> int:
+        return max((len(runs) for runs in self.by_mode.values()), default=0)
+
+
+def group_runs(runs: Iterable[SuiteRun]) -> list[Group]:
+    """All models in the order of their names, each condition on its own."""
+    by_condition: dict[tuple[Any, ...], list[SuiteRun]] = defaultdict(list)
+    for run in _without_repeats(runs):
+        by_condition[run.case.condition].append(run)
+    conditions = sorted(by_condition, key=str)
+    return [_group(by_condition[one], _name(one, conditions)) for one in conditions]
+
+
+def mode_order(mode: str) -> tuple[int, str]:
+    """Solos, the ceiling, peers, then our policies from the simplest to the boldest."""
+    policy = mode.rpartition("-")[2]
+    if mode.startswith("solo-"):
+        return 0, mode
+    if mode == INDEPENDENT:
+        return 1, mode
+    if policy in _POLICIES and mode.rpartition("-")[0] in ("", "cpu", "nccl", "graph"):
+        return 3 + _POLICIES.index(policy), mode
+    return 2, mode
+
+
+def _without_repeats(runs: Iterable[SuiteRun]) -> list[SuiteRun]:
+    """A run that was reproduced counts once; the one at its own place comes first."""
+    ordered = sorted(runs, key=lambda run: (run.folder.name != run.case.folder.name, str(run.folder)))
+    by_key: dict[str, SuiteRun] = {}
+    for run in ordered:
+        by_key.setdefault(run.case.key, run)
+    return list(by_key.values())
+
+
+def _group(runs: Sequence[SuiteRun], name: str) -> Group:
+    finished = sorted(
+        (run for run in runs if run.is_finished), key=lambda run: (mode_order(run.case.mode), run.case.seed)
+    )
+    by_mode: dict[str, list[SuiteRun]] = defaultdict(list)
+    for run in finished:
+        by_mode[run.case.mode].append(run)
+    return Group(
+        name=name,
+        case=runs[0].case,
+        subject=runs[0].subject,
+        by_mode={mode: tuple(some) for mode, some in by_mode.items()},
+        incomplete=tuple(run for run in runs if not run.is_finished),
+    )
+
+
+def _name(condition: tuple[Any, ...], conditions: Sequence[tuple[Any, ...]]) -> str:
+    """The model alone where that is enough, else with every value in which its conditions differ."""
+    model = condition[0]
+    rivals = [other for other in conditions if other[0] == model]
+    if len(rivals) == 1:
+        return str(model)
+    labels = ("{} epochs", "batch {}", "on {}", "{}", "with {}")
+    differing = [
+        label.format(_shown(value))
+        for place, (label, value) in enumerate(zip(labels, condition[1:], strict=True), start=1)
+        if len({str(other[place]) for other in rivals}) > 1
+    ]
+    return f"{model} ({', '.join(differing)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
