@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.bench.iteration.loops import Stopwatch
 from outrider.bench.iteration.measure import Measured, adopted_seat, collect
 from outrider.bench.iteration.models import NAMES, workload_named
 from outrider.bench.iteration.neighbours import ProcessorTime, others_part
@@ -141,6 +142,24 @@ def test_every_kind_of_model_gets_data_that_it_takes(name: str) -> None:
     assert loss.isfinite()
 
 
+def test_what_comes_after_the_last_iteration_belongs_to_it() -> None:
+    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch.start()
+    stopwatch.lap()
+    stopwatch.lap()
+    first, last = stopwatch.times_s
+    stopwatch.extend_last()
+    assert stopwatch.times_s[0] == first
+    assert stopwatch.times_s[1] > last
+
+
+def test_a_rank_whose_samples_others_took_has_no_iterations() -> None:
+    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch.start()
+    stopwatch.extend_last()
+    assert stopwatch.times_s == []
+
+
 def test_all_rounds_of_a_runtime_are_one_list_with_the_run_without_ddp_first(models: list[ModelTimings]) -> None:
     ddp, ours = models
     assert (ddp.model, ours.model) == ("lenet", "lenet (outrider sync)")
@@ -156,6 +175,11 @@ def test_iterations_are_the_mean_of_ranks_that_step_together(models: list[ModelT
 def test_ranks_that_took_different_numbers_of_steps_keep_their_own() -> None:
     timing = Timing(num_ranks=2, is_plain=False, measurements=(1.0, 2.0, 9.0), rounds=((2, 1),))
     assert timing.iterations() == [[1.0, 2.0, 9.0]]
+
+
+def test_a_rank_that_took_no_step_does_not_hide_the_others() -> None:
+    timing = Timing(num_ranks=2, is_plain=False, measurements=(1.0, 1.2), rounds=((2, 0),))
+    assert timing.iterations() == [[1.0, 1.2]]
 
 
 def test_the_file_is_what_pytorchs_own_diff_reads(models: list[ModelTimings]) -> None:

@@ -42,6 +42,7 @@ def test_an_exception_on_the_only_rank_stays_what_it_is(tmp_path: Path, script_r
     assert "outrider: on rank 0 (cpu), step 2" in ended.stderr
     record = json.loads((ended.folder / "run" / "record.json").read_text())
     assert record["status"] == "failed"
+    assert record["error"]["message"] == "rank 0 (cpu), step 2: ValueError: a bad batch"
 
 
 def test_averages_by_hand_are_weighted_by_samples(on_two_ranks: Any) -> None:

@@ -21,56 +21,6 @@ from outrider.runtime.context import EpochContext
 OUTERS = ("auto", "none", "nesterov", "slowmo")
 
 
-class Options(TypedDict, total=False):
-    """Everything `train()` takes besides model, optimizer, step and dataset."""
-
-    batch_size: int
-    epochs: int
-    policy: Literal["sync", "balanced", "cadence", "async", "independent"]
-    backend: Literal["auto", "cpu", "nccl"]
-    devices: str | Sequence[str]
-    evaluate: EvaluateFunction | None
-    eval_dataset: Any
-    anchor: int | None
-    min_anchor: int | None
-    max_anchor: int
-    overhead_target: float
-    drift_threshold: float | None
-    guard: bool
-    max_batch_diff: int | None
-    max_overshoot: int
-    shares: Sequence[float] | None
-    speed_hints: Sequence[float] | None
-    max_grad_norm: float | None
-    accumulate: int
-    precision: Literal["fp32", "bf16"]
-    execution: Literal["auto", "eager", "compile", "graph"]
-    memory_format: Literal["auto", "channels_last", "contiguous"]
-    fused_optimizer: bool | Literal["auto"]
-    tf32: bool | Literal["auto"]
-    scheduler: SchedulerFactory | None
-    augment: AugmentFunction | None
-    lr_scale: float | Literal["auto"]
-    average_optimizer: bool
-    outer: Literal["auto", "none", "nesterov", "slowmo"] | Outer
-    seed: int
-    epoch_start: Callable[[EpochContext], None] | None
-    epoch_end: Callable[[EpochContext], None] | None
-    checkpoint_every: float | None
-    resume: str | PathLike[str] | None
-    verify: bool
-    run_dir: str | PathLike[str] | None
-    workers: int
-    collate: Callable[[list[Any]], Any] | None
-    resident: bool | Literal["auto"]
-    shuffle: bool
-    threads_per_rank: int | None
-    port: int
-    timeout_s: float
-    record_schedule: bool
-    sample_utilization: bool
-
-
 class SessionOptions(TypedDict, total=False):
     """Everything `Session()` takes; the meaning is that of `train()`."""
 
@@ -98,6 +48,32 @@ class SessionOptions(TypedDict, total=False):
     port: int
     timeout_s: float
     record_schedule: bool
+
+
+class Options(SessionOptions, total=False):
+    """Everything `train()` takes besides model, optimizer, step and dataset."""
+
+    batch_size: int
+    epochs: int
+    evaluate: EvaluateFunction | None
+    eval_dataset: Any
+    accumulate: int
+    precision: Literal["fp32", "bf16"]
+    execution: Literal["auto", "eager", "compile", "graph"]
+    memory_format: Literal["auto", "channels_last", "contiguous"]
+    fused_optimizer: bool | Literal["auto"]
+    tf32: bool | Literal["auto"]
+    scheduler: SchedulerFactory | None
+    augment: AugmentFunction | None
+    epoch_start: Callable[[EpochContext], None] | None
+    epoch_end: Callable[[EpochContext], None] | None
+    checkpoint_every: float | None
+    resume: str | PathLike[str] | None
+    workers: int
+    collate: Callable[[list[Any]], Any] | None
+    resident: bool | Literal["auto"]
+    shuffle: bool
+    sample_utilization: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

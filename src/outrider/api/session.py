@@ -24,7 +24,7 @@ from outrider.data.drawer import Collate
 from outrider.errors import ConfigError
 from outrider.runtime.feeds import Source
 from outrider.runtime.folder import RunFolder, new_folder, save_model
-from outrider.runtime.messages import Link
+from outrider.runtime.messages import Link, as_ours
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.record import close_record
 from outrider.runtime.script import cast
@@ -84,7 +84,7 @@ class Session:
 
     @property
     def run_dir(self) -> Path:
-        """Where rank 0 keeps the record, once the first batch was asked for."""
+        """Where rank 0 keeps the record."""
         return self._joined().folder.path
 
     # Opening and closing
@@ -155,7 +155,7 @@ class Session:
             run.link.step = run.replica.steps
             error.add_note(f"outrider: on rank {self.rank} ({run.world.spec}), step {run.replica.steps}")
         if run.is_recorded and self.is_main:
-            close_record(run.folder, status="failed", error=None)
+            close_record(run.folder, status="failed", error=as_ours(error, run.link))
         self._let_go(error)
 
     def _let_go(self, error: BaseException | None) -> None:

@@ -17,7 +17,6 @@ from outrider.api.handle import AdoptedRun, Run, StartedRun, complete_timeline
 from outrider.api.options import Options, Order, make_order
 from outrider.data.feed import open_dataset
 from outrider.data.table import as_table
-from outrider.errors import OutriderError
 from outrider.machine.devices import DeviceSpec, cuda_devices, num_cores, resolve_devices, threads_per_rank
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
@@ -27,7 +26,7 @@ from outrider.runtime.entry import run_rank
 from outrider.runtime.environment import Environment, adopted, local_devices, wanted_devices
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder, new_folder
 from outrider.runtime.launch import launch
-from outrider.runtime.messages import Link, Message, adopted_link, describe_error, rebuild_error
+from outrider.runtime.messages import Link, Message, adopted_link, as_ours
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.rank import RunSetting, check_num_samples, train_rank
 from outrider.runtime.ranks import Ranks
@@ -174,21 +173,12 @@ def _recorded_end(link: Link, folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        told = _as_ours(error, link)
+        told = as_ours(error, link)
         if link.rank == 0:
             close_record(folder, status="failed" if told else "closed", error=told)
         if told is None or told is error:
             raise
         raise told from error
-
-
-def _as_ours(error: BaseException, link: Link) -> OutriderError | None:
-    """The error as a starter would see it; None for a program that closes the run or is interrupted."""
-    if isinstance(error, OutriderError):
-        return error
-    if not isinstance(error, Exception):
-        return None
-    return rebuild_error({**describe_error(error, rank=link.rank, spec=link.spec), "traceback": None})
 
 
 def _config_json(order: Order, *, devices: tuple[str, ...], backend: str, reasons: dict[str, str]) -> dict[str, Any]:

@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from outrider.bench.measures import samples_per_s
 from outrider.bench.suite.case import Case
 from outrider.bench.suite.eta import Eta, duration
 from outrider.bench.suite.runs import SuiteRun
-from outrider.cli.progress import ModeView, live_lines
+from outrider.cli.progress import ModeView, live, live_lines
 from outrider.errors import OutriderError
 from outrider.runtime.messages import Message
 
-_REFRESH_PER_S = 4
 EPOCH_LINE_EVERY_S = 30.0
 """A run of hundreds of epochs must show that it lives without filling a log."""
 
@@ -36,15 +34,7 @@ def open_sweep_watcher(cases: Sequence[Case], console: Console | None = None) ->
         yield PlainSweep(cases, console)
         return
     watcher = LiveSweep(cases, console)
-    # stdout stays alone: it carries the result.
-    with Live(
-        get_renderable=watcher.picture,
-        console=console,
-        refresh_per_second=_REFRESH_PER_S,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ):
+    with live(watcher.picture, console):
         yield watcher
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -185,16 +185,20 @@ def open_watcher(epochs: int, console: Console | None = None) -> Iterator[Watche
         yield PlainWatcher(epochs, console)
         return
     watcher = LiveWatcher(epochs, console)
-    # stdout stays alone: it carries the result.
-    with Live(
-        get_renderable=watcher.picture,
+    with live(watcher.picture, console):
+        yield watcher
+
+
+def live(picture: Callable[[], RenderableType], console: Console) -> Live:
+    """Draws a picture anew as long as it is open; stdout stays alone, it carries the result."""
+    return Live(
+        get_renderable=picture,
         console=console,
         refresh_per_second=_REFRESH_PER_S,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
-    ):
-        yield watcher
+    )
 
 
 class LiveWatcher:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
-from outrider.errors import ConfigError, StepError
+from outrider.errors import ConfigError
 from outrider.replica.compensation import compensate
 from outrider.replica.logbook import Logbook
 from outrider.replica.recipe import Recipe
-from outrider.replica.tally import LossTally
+from outrider.replica.tally import LossTally, refuse_bad
 
 
 class LoopReplica:
@@ -105,14 +105,7 @@ class LoopReplica:
 
     def check_loss(self) -> None:
         """Raise if a loss since the start was not finite; waits for a GPU, so it is called once per window there."""
-        step = self.tally.bad_step()
-        if step is not None:
-            raise StepError(
-                f"rank {self.rank} ({self.name}), step {step}: the loss is not finite",
-                hint="lower the learning rate, or set max_grad_norm",
-                rank=self.rank,
-                step=step,
-            )
+        refuse_bad(self.tally.bad_step(), rank=self.rank, name=self.name)
 
     def release(self) -> None:
         """Models, optimizers and schedules are the user's alone again."""

@@ -26,7 +26,7 @@ from outrider.replica.logbook import Logbook, writing
 from outrider.replica.pieces import pieces
 from outrider.replica.rates import OptimizerForm
 from outrider.replica.recipe import Recipe, StepFunction
-from outrider.replica.tally import LossTally
+from outrider.replica.tally import LossTally, refuse_bad
 from outrider.replica.tuning import fuse_optimizer, set_tf32, to_channels_last
 
 
@@ -189,20 +189,11 @@ class Replica:
 
     def check_loss(self) -> None:
         """Raise if a loss since the start was not finite; waits for a GPU."""
-        self._refuse_bad(self.tally.bad_step())
+        refuse_bad(self.tally.bad_step(), rank=self.rank, name=self.name)
 
     def watch_loss(self) -> None:
         """The same without waiting: a GPU's losses are those it had seen when this was called before."""
-        self._refuse_bad(self.tally.bad_step_so_far())
-
-    def _refuse_bad(self, step: int | None) -> None:
-        if step is not None:
-            raise StepError(
-                f"rank {self.rank} ({self.name}), step {step}: the loss is not finite",
-                hint="lower the learning rate, or set max_grad_norm",
-                rank=self.rank,
-                step=step,
-            )
+        refuse_bad(self.tally.bad_step_so_far(), rank=self.rank, name=self.name)
 
     def follow_schedule(self, at: int) -> None:
         """The schedule is a function of the world's samples, so every policy and every solo sees the same one."""

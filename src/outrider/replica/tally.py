@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from outrider.errors import StepError
+
 
 class LossTally:
     """Loss times samples since the last drain; on a GPU the sum stays there, in one place, until it is read."""
@@ -98,3 +100,14 @@ class _Watch:
             self._copy.copy_(self._number, non_blocking=True)
             self._is_there.record()
         return self._known
+
+
+def refuse_bad(step: int | None, *, rank: int, name: str) -> None:
+    """Raise where a loss was not finite at some step; `name` is the device as the user wrote it."""
+    if step is not None:
+        raise StepError(
+            f"rank {rank} ({name}), step {step}: the loss is not finite",
+            hint="lower the learning rate, or set max_grad_norm",
+            rank=rank,
+            step=step,
+        )

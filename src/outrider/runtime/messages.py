@@ -132,6 +132,15 @@ def rebuild_error(fields: dict[str, Any]) -> OutriderError:
     )
 
 
+def as_ours(error: BaseException, link: Link) -> OutriderError | None:
+    """The error as a starter would see it; None for a program that closes the run or is interrupted."""
+    if isinstance(error, OutriderError):
+        return error
+    if not isinstance(error, Exception):
+        return None
+    return rebuild_error({**describe_error(error, rank=link.rank, spec=link.spec, step=link.step), "traceback": None})
+
+
 def user_traceback(error: BaseException) -> str | None:
     """Where in the user's code an error came from, without our own frames; None where all frames are ours."""
     root = error.__cause__ if isinstance(error, OutriderError) and error.__cause__ is not None else error

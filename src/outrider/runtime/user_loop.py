@@ -85,15 +85,18 @@ class UserLoop:
             return None
 
     def _hand_out(self, effect: Step | SharedStep) -> Any:
+        self._take_up(effect, samples=effect.batch.count)
+        data = self._driver.fetch(effect.batch if self.samples else self._borrowed(effect))
+        self.is_inside = True
+        return data
+
+    def _take_up(self, effect: Step | SharedStep, *, samples: int) -> None:
         self._effect = effect
-        self.samples = effect.batch.count
+        self.samples = samples
         self._replica.at = self._driver.epoch_base + effect.at
         self._shared, self._stepped = None, []
         self._started_s, self._paused_s = time.perf_counter(), 0.0
         self._driver.throttle.__enter__()
-        data = self._driver.fetch(effect.batch if self.samples else self._borrowed(effect))
-        self.is_inside = True
-        return data
 
     def _borrowed(self, effect: Step | SharedStep) -> Batch:
         start = min(effect.at, self._driver.feed.num_samples - BORROWED)
@@ -130,12 +133,7 @@ class UserLoop:
 
     def _answer_empty(self, effect: SharedStep) -> Report:
         """Take part in a shared step without samples, as often as the others do."""
-        self._effect = effect
-        self.samples = 0
-        self._replica.at = self._driver.epoch_base + effect.at
-        self._shared, self._stepped = None, []
-        self._started_s, self._paused_s = time.perf_counter(), 0.0
-        self._driver.throttle.__enter__()
+        self._take_up(effect, samples=0)
         self.is_inside = True
         self._step_empty(self._habit)
         return self._conclude_shared()

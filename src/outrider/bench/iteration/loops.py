@@ -64,9 +64,10 @@ class Stopwatch:
         self._last_s = now_s
 
     def extend_last(self) -> None:
-        """What came after the last iteration belongs to it."""
+        """What came after the last iteration belongs to it; where others took all samples there was none."""
         self._wait()
-        self.times_s[-1] += time.perf_counter() - self._last_s
+        if self.times_s:
+            self.times_s[-1] += time.perf_counter() - self._last_s
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
