@@ -5,6 +5,7 @@ Not a test itself; test_collective.py starts two of these. Usage: gloo_rank.py R
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outrider.average import Arena, Exchange, GroupCollective, HostAverager, Verifier, meet
+from outrider.average import Arena, Exchange, GradientExchange, GroupCollective, HostAverager, Verifier, meet
+from outrider.average.overlap import Overlap
 from outrider.errors import PeerLostError
 
 NUM_AVERAGES = 1_000
@@ -75,6 +77,41 @@ def many_averages(rank: int, collective: GroupCollective) -> dict[str, Any]:
     return {"windows": verifier.window + 1, "drifts": drifts, "words": words(model)}
 
 
+def overlapped_gradients(rank: int, collective: GroupCollective) -> dict[str, Any]:
+    """Sums begun by hooks of backward on rank 0, all at the end on rank 1: the same bits as in one process?"""
+    models = [layers(), layers()]
+    exchanges = [GradientExchange(Arena(one), rank=r, world_size=2, num_facts=1) for r, one in enumerate(models)]
+    mine = layers()
+    real = GradientExchange(Arena(mine), rank=rank, world_size=2, num_facts=1, bucket_bytes=1000)
+    overlap = Overlap(real, collective)
+    num_started, agrees = [], True
+    for number in range(4):
+        for r, model in enumerate(models):
+            backward(model, seed=2 * number + r)
+            exchanges[r].pack(r + 1, [0.5])
+        meet(exchanges)
+        with overlap.backward(rank + 1) if rank == 0 else contextlib.nullcontext():
+            backward(mine, seed=2 * number + rank)
+        started = overlap.take_started()
+        num_started.append(len(started))
+        started += [collective.start_sum_(wire) for wire in real.pack(rank + 1, [0.5])]
+        collective.wait(started)
+        agrees &= real.settle() == exchanges[rank].settle()
+        pairs = zip(mine.parameters(), models[rank].parameters(), strict=True)
+        agrees &= all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+    return {"started": num_started, "agrees": agrees}
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 20))
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    model.zero_grad(set_to_none=True)
+    model(torch.randn(4, 20, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
 def small_collectives(rank: int, collective: GroupCollective) -> dict[str, Any]:
     largest, sent = torch.tensor([rank, -rank]), torch.tensor([float(rank)])
     collective.max_([largest])
@@ -108,6 +145,7 @@ def main(rank: int, folder: Path) -> None:
     found: dict[str, Any] = {
         "agrees": meet_and_gloo_agree(rank, collective),
         "many": many_averages(rank, collective),
+        "overlapped": overlapped_gradients(rank, collective),
         "small": small_collectives(rank, collective),
         "refusal": refusal(collective),
     }

@@ -34,6 +34,13 @@ def test_a_thousand_verified_averages_stay_exact(found: list[dict[str, Any]]) ->
     assert found[0]["many"]["words"] == found[1]["many"]["words"]
 
 
+def test_sums_that_one_rank_begins_during_backward_give_the_bits_of_one_process(found: list[dict[str, Any]]) -> None:
+    assert [rank["overlapped"] for rank in found] == [
+        {"started": [0, 2, 2, 2], "agrees": True},
+        {"started": [0, 0, 0, 0], "agrees": True},
+    ]
+
+
 def test_drift_is_bit_identical_on_all_ranks(found: list[dict[str, Any]]) -> None:
     assert found[0]["many"]["drifts"] == found[1]["many"]["drifts"]
     assert min(found[0]["many"]["drifts"]) > 0

@@ -5,8 +5,10 @@ Does not know what the tensors mean. Called by the averagers and the rank driver
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -47,6 +49,18 @@ class Exchanged(Protocol):
     def maxima(self) -> list[Tensor]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A collective that was begun; its tensor must be left alone until then."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+
 class GroupCollective:
     """Over a process group: Gloo for host tensors, NCCL for CUDA tensors; `what` names the cargo in errors.
 
@@ -63,6 +77,17 @@ class GroupCollective:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         self._all_reduce(tensors, dist.ReduceOp.SUM)
+
+    def start_sum_(self, tensor: Tensor) -> Started:
+        """Begin a sum, to be waited for with `wait`; sums begin in the same order on all ranks."""
+        with self._guarded([tensor]):
+            return Started(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def wait(self, sums: Sequence[Started]) -> None:
+        """With Gloo until the results are there, with NCCL until they are ordered on the current stream."""
+        for started in sums:
+            with self._guarded([started.tensor]):
+                started.wait()
 
     def max_(self, tensors: Sequence[Tensor]) -> None:
         self._all_reduce(tensors, dist.ReduceOp.MAX)
@@ -99,14 +124,18 @@ class GroupCollective:
         self._run(tensors, lambda tensor: dist.all_reduce(tensor, operation, group=self._group, async_op=True))
 
     def _run(self, tensors: Sequence[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
+        with self._guarded(tensors):
+            # Started together, waited for together: small tensors share one round trip.
+            for started in [Started(tensor, start(tensor)) for tensor in tensors]:
+                started.wait()
+
+    @contextlib.contextmanager
+    def _guarded(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         for tensor in tensors:
             # Gloo has had races between host and device with CUDA tensors; the host path makes its own copies.
             assert tensor.is_cuda == (self.backend == "nccl"), f"{self.backend} was handed a {tensor.device} tensor"
         try:
-            # Started together, waited for together: small tensors share one round trip.
-            for work in [start(tensor) for tensor in tensors]:
-                if work is not None:
-                    work.wait()
+            yield
         except RuntimeError as error:
             num_bytes = sum(tensor.nbytes for tensor in tensors)
             raise self._lost(f"({num_bytes:,} bytes over {self.backend}): {_first_line(error)}") from error

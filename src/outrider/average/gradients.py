@@ -1,6 +1,7 @@
 """Decides what one rank contributes to a shared step, and turns the sum into every rank's gradients.
 
-Does not communicate or clip: between pack and settle somebody sums the wires. Called by the rank driver and the lab.
+Does not communicate or clip: between pack and settle somebody sums the wires, whole or bucket by bucket. Called by the
+rank driver's averages and the lab.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.average.arena import Arena
+from outrider.average.buckets import Bucket, cut
 from outrider.average.exchange import same_device
 from outrider.average.facts import Settled, Tail
-from outrider.average.layout import Place, Planner
+from outrider.average.layout import ALIGNMENT_BYTES, Place, Planner
 from outrider.average.wire import wire_dtype
 from outrider.errors import ConfigError
+
+BUCKET_BYTES = 16 * 2**20
+"""Much smaller, and each pays a round trip; much larger, and the first one is complete only when backward is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,16 +34,8 @@ class _Body:
     sections: dict[torch.dtype, Tensor] = field(default_factory=dict)
     rounded: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
-    @property
-    def is_bridged(self) -> bool:
-        return self.staged.device != self.summed.device
-
-    def send(self) -> None:
-        if self.is_bridged:
-            self.summed.copy_(self.staged, non_blocking=self.staged.is_cuda)
-
     def receive(self) -> None:
-        if self.is_bridged:
+        if self.staged.device != self.summed.device:
             self.staged.copy_(self.summed, non_blocking=self.staged.is_cuda)
         for dtype, section in self.sections.items():
             if self.rounded[dtype] is not section:
@@ -53,74 +50,124 @@ class GradientExchange:
     """
 
     def __init__(
-        self, arena: Arena, *, rank: int, world_size: int, num_facts: int, device: torch.device | str = "cpu"
+        self,
+        arena: Arena,
+        *,
+        rank: int,
+        world_size: int,
+        num_facts: int,
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.num_facts = num_facts
         self.device = same_device(device, arena.device)
+        self.parameters: list[nn.Parameter] = [one for one in arena.parameters if one.requires_grad]
+        """Those that take part."""
+        self.wires: list[Tensor] = []
+        self.buckets: list[Bucket] = []
+        """Together the wires, in the order in which they are summed; the last carries the facts."""
+        self.has_all = False
+        """Whether every parameter had a gradient when this step was packed."""
         self._arena_device = arena.device
-        self._parameters = [parameter for parameter in arena.parameters if parameter.requires_grad]
         self._frozen = [parameter for parameter in arena.parameters if not parameter.requires_grad]
         self._tail = Tail(rank=rank, world_size=world_size, num_values=1 + num_facts)
-        self._allocate()
+        self._num_packed = 0
+        self._allocate(bucket_bytes)
 
     @property
     def maxima(self) -> list[Tensor]:
         """Nothing here takes a maximum."""
         return []
 
-    @torch.no_grad()
-    def pack(self, samples: int, facts: Sequence[float]) -> None:
-        """Copy the gradients, times samples, with the facts and which parameters had one."""
-        assert len(facts) == self.num_facts, f"{len(facts)} facts, {self.num_facts} expected"
-        self._refuse_thawed()
-        if samples:
-            self._copy_gradients()
-        for body in self._bodies:
-            if samples:
-                body.staged.mul_(samples)
-            else:
-                body.staged.zero_()
-                self._own_presence.zero_()
-            body.send()
-        self._tail.encode([samples, *facts], self._tail.own_row(self._own_tail))
-        self._slots.copy_(self._own_slots, non_blocking=True)
-        if self._bodies[0].is_bridged and self._arena_device.type == "cuda":
-            torch.cuda.current_stream(self._arena_device).synchronize()
+    @property
+    def is_bridged(self) -> bool:
+        """Whether gradients are copied to another device to be summed."""
+        return self.device != self._arena_device
 
     @torch.no_grad()
+    def pack_next(self, samples: int) -> Tensor:
+        """Copy the gradients of the next bucket, times samples, before the step's `pack`; returns what is to be summed.
+
+        Not for the last bucket, which waits for the facts.
+        """
+        bucket = self.buckets[self._num_packed]
+        assert bucket is not self.buckets[-1], "the last bucket is packed with the facts"
+        self._fill(bucket, samples)
+        self._num_packed += 1
+        return bucket.wire
+
+    @torch.no_grad()
+    def pack(self, samples: int, facts: Sequence[float]) -> list[Tensor]:
+        """Copy what is not packed yet, with the facts and which parameters had a gradient; returns what to sum."""
+        assert len(facts) == self.num_facts, f"{len(facts)} facts, {self.num_facts} expected"
+        self._refuse_thawed()
+        left = self.buckets[self._num_packed :]
+        self._num_packed = 0
+        for bucket in left:
+            self._fill(bucket, samples)
+        self._tell_presence(samples)
+        self._tail.encode([samples, *facts], self._tail.own_row(self._own_tail))
+        self._slots.copy_(self._own_slots, non_blocking=True)
+        if self.is_bridged and self._arena_device.type == "cuda":
+            torch.cuda.current_stream(self._arena_device).synchronize()
+        return [bucket.wire for bucket in left]
+
     def settle(self) -> Settled:
         """Divide by all samples and hand out the gradients; all ranks get the same."""
+        self.hand_out()
+        return self.facts()
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """Give the parameters the mean gradients; waits for the device only where this rank lacked one."""
         share = self._tail.total_samples(self._slots[: self._tail.num_slots]).clamp(min=1.0).reciprocal()
         for body in self._bodies:
             body.summed.mul_(share)
             body.receive()
-        slots = self._slots.cpu()
-        self._hand_out(slots[self._tail.num_slots :])
-        rows = self._tail.decode(slots[: self._tail.num_slots])
+        if self.has_all:
+            for parameter, view in zip(self.parameters, self._results, strict=True):
+                parameter.grad = view
+            return
+        num_present = self._slots[self._tail.num_slots :].tolist()
+        for parameter, view, count in zip(self.parameters, self._results, num_present, strict=True):
+            parameter.grad = view if count else None
+
+    def facts(self) -> Settled:
+        """What the ranks told each other; waits for the device."""
+        rows = self._tail.decode(self._slots[: self._tail.num_slots].cpu())
         total_samples = round(sum(row[0] for row in rows))
         return Settled(facts=tuple(tuple(row[1:]) for row in rows), total_samples=total_samples)
 
-    def _copy_gradients(self) -> None:
-        gradients = [_dense(parameter.grad) for parameter in self._parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) == len(gradients):
-            self._own_presence.fill_(1.0)
-            views = self._views
+    def _fill(self, bucket: Bucket, samples: int) -> None:
+        if samples:
+            self._copy_gradients(bucket.members)
+            bucket.staged.mul_(samples)
         else:
-            self._own_presence.copy_(torch.tensor([gradient is not None for gradient in gradients]))
-            views = [view for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None]
-            # Not the whole body: gradients that a user accumulates are views of it since the last average.
-            torch._foreach_zero_(
-                [view for view, gradient in zip(self._views, gradients, strict=True) if gradient is None]
-            )
+            bucket.staged.zero_()
+        bucket.send()
+
+    def _copy_gradients(self, members: Sequence[int]) -> None:
+        gradients = [_dense(self.parameters[member].grad) for member in members]
+        present = [gradient for gradient in gradients if gradient is not None]
+        views = [self._views[member] for member in members]
+        if len(present) < len(gradients):
+            # Not the whole bucket: gradients that a user accumulates are views of it since the last average.
+            torch._foreach_zero_([view for view, own in zip(views, gradients, strict=True) if own is None])
+            views = [view for view, own in zip(views, gradients, strict=True) if own is not None]
         if present:
             torch._foreach_copy_(views, present)
 
-    def _hand_out(self, num_present: Tensor) -> None:
-        for parameter, view, count in zip(self._parameters, self._results, num_present.tolist(), strict=True):
-            parameter.grad = view if count else None
+    def _tell_presence(self, samples: int) -> None:
+        present = [parameter.grad is not None for parameter in self.parameters]
+        self.has_all = samples > 0 and all(present)
+        if self.has_all:
+            self._own_presence.fill_(1.0)
+        elif samples:
+            self._own_presence.copy_(torch.tensor(present))
+        else:
+            self._own_presence.zero_()
 
     def _refuse_thawed(self) -> None:
         for parameter in self._frozen:
@@ -130,40 +177,68 @@ class GradientExchange:
                     hint="set requires_grad before training starts",
                 )
 
-    def _allocate(self) -> None:
+    # Memory: the facts come first, since the first parameters are the last to get their gradients.
+
+    def _allocate(self, bucket_bytes: int) -> None:
         planner = Planner()
-        places = [planner.place(parameter) for parameter in self._parameters]
+        places = [planner.place(parameter) for parameter in self.parameters]
         planner.align()
-        num_slots = self._tail.num_slots + len(self._parameters)
+        num_slots = self._tail.num_slots + len(self.parameters)
         dtypes = sorted({wire_dtype(dtype) for dtype in planner.ends} or {torch.float32}, key=lambda d: -d.itemsize)
-        self.wires: list[Tensor] = []
         self._bodies: list[_Body] = []
         for dtype in dtypes:
             lengths = {own: n for own, n in planner.ends.items() if wire_dtype(own) == dtype}
-            num_body = sum(lengths.values())
-            self.wires.append(self._buffer(num_body + (0 if self.wires else num_slots), dtype))
-            self._bodies.append(self._body(self.wires[-1][:num_body], lengths))
-        self._slots = self.wires[0][-num_slots:]
+            start = 0 if self.wires else _aligned(num_slots, dtype)
+            self.wires.append(self._buffer(start + sum(lengths.values()), dtype))
+            self._bodies.append(self._body(self.wires[-1][start:], lengths))
+        self._slots = self.wires[0][:num_slots]
         self._own_slots = torch.zeros(num_slots, dtype=dtypes[0], pin_memory=self.device.type == "cuda")
         self._own_tail = self._own_slots[: self._tail.num_slots]
         self._own_presence = self._own_slots[self._tail.num_slots :]
-        self._views = self._lay_out(places, {d: flat for body in self._bodies for d, flat in body.sections.items()})
-        self._results = self._lay_out(places, {d: flat for body in self._bodies for d, flat in body.rounded.items()})
+        self._views = _lay_out(places, {d: flat for body in self._bodies for d, flat in body.sections.items()})
+        self._results = _lay_out(places, {d: flat for body in self._bodies for d, flat in body.rounded.items()})
+        for wire, body in reversed(list(zip(self.wires, self._bodies, strict=True))):
+            self.buckets += _buckets(wire, body, places, bucket_bytes)
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         is_pinned = self._arena_device.type == "cuda" and self.device.type == "cpu"
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=is_pinned)
 
     def _body(self, summed: Tensor, lengths: dict[torch.dtype, int]) -> _Body:
-        staged = summed if self.device == self._arena_device else torch.zeros_like(summed, device=self._arena_device)
+        staged = torch.zeros_like(summed, device=self._arena_device) if self.is_bridged else summed
         body = _Body(summed=summed, staged=staged)
         for dtype, section in zip(lengths, torch.split(staged, list(lengths.values())), strict=True):
             body.sections[dtype] = section
             body.rounded[dtype] = section if dtype == section.dtype else torch.zeros_like(section, dtype=dtype)
         return body
 
-    def _lay_out(self, places: list[Place], flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
-        return [place.view(flats[place.dtype]) for place in places]
+
+def _buckets(wire: Tensor, body: _Body, places: Sequence[Place], max_bytes: int) -> list[Bucket]:
+    """From the end of a wire to its start; one bucket where gradients of several dtypes share it."""
+    members = tuple(number for number, place in enumerate(places) if place.dtype in body.sections)
+    pieces = cut(places, members, max_bytes=max_bytes) if len(body.sections) == 1 else [(0, members)]
+    buckets, stop = [], body.summed.numel()
+    first = wire.numel() - stop
+    for start, own in pieces:
+        buckets.append(
+            Bucket(
+                wire=wire[first + start if start else 0 : first + stop],
+                summed=body.summed[start:stop],
+                staged=body.staged[start:stop],
+                members=own,
+            )
+        )
+        stop = start
+    return buckets
+
+
+def _lay_out(places: Sequence[Place], flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
+    return [place.view(flats[place.dtype]) for place in places]
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+    return -(-numel // step) * step
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from outrider.average.facts import Settled
 from outrider.average.gradients import GradientExchange
 from outrider.average.host import HostAverager
 from outrider.average.optimizer_state import OptimizerArena
+from outrider.average.overlap import Overlap
 from outrider.errors import ConfigError, WaitError
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.replica import Replica
@@ -31,7 +33,9 @@ class Averages(Protocol):
 
     def start_from_rank_zero(self) -> None: ...
     def average(self, samples: int, facts: Sequence[float]) -> Settled: ...
-    def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled: ...
+    def overlapped(self, samples: int) -> AbstractContextManager[None]: ...
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> None: ...
+    def gradient_facts(self) -> Settled: ...
     def begin(self, samples: int, facts: Sequence[float]) -> None: ...
     def is_ready(self) -> bool: ...
     def load(self) -> Settled: ...
@@ -60,8 +64,14 @@ class SoloAverages:
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
         return Settled(facts=(tuple(facts),), total_samples=samples, drift=0.0)
 
-    def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled:
-        return self.average(samples, facts)
+    def overlapped(self, samples: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
+        self._begun = self.average(samples, facts)
+
+    def gradient_facts(self) -> Settled:
+        return self.load()
 
     def begin(self, samples: int, facts: Sequence[float]) -> None:
         self._begun = self.average(samples, facts)
@@ -105,6 +115,9 @@ class GroupAverages:
         self._gradients = GradientExchange(
             replica.arena, rank=world.rank, world_size=world.size, num_facts=NUM_FACTS, device=device
         )
+        self._overlap = Overlap(self._gradients, self._collective)
+        # Gloo sums on the cores that compute: on one machine an overlap costs more than it saves (2.4 % for ResNet-50).
+        self._pays_to_overlap = backend == "nccl" or len(set(world.hosts)) > 1
         verifier = Verifier(world.rank, self._collective.gather) if verify else None
         averager = DeviceAverager if backend == "nccl" else HostAverager
         self._averager = averager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
@@ -124,11 +137,33 @@ class GroupAverages:
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
         return self._saw(self._averager.average(samples, facts))
 
-    def average_gradients(self, samples: int, facts: Sequence[float]) -> Settled:
-        self._gradients.pack(samples, facts)
-        self._collective.sum_(self._gradients.wires)
+    def overlapped(self, samples: int) -> AbstractContextManager[None]:
+        """Around a gradient: its sum may begin before it is complete."""
+        return self._overlap.backward(samples) if self._may_overlap else contextlib.nullcontext()
+
+    @property
+    def _may_overlap(self) -> bool:
+        """After one backward pass, with hooks of its own, whose result nobody changes before it is summed."""
+        replica = self._replica
+        if not isinstance(replica, Replica) or replica.captured is not None or replica.compiled is not None:
+            return False
+        recipe = replica.recipe
+        return self._pays_to_overlap and recipe.accumulate == 1 and recipe.max_grad_norm is None
+
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
+        """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""
+        started = self._overlap.take_started()
+        started += [self._collective.start_sum_(wire) for wire in self._gradients.pack(samples, facts)]
+        self._collective.wait(started)
+        if not self._gradients.has_all:
+            # Which parameters get one is then read from the device: a lost peer must not make that wait forever.
+            self._collective.finish(self._timeout_s)
+        self._gradients.hand_out()
+
+    def gradient_facts(self) -> Settled:
+        """What the ranks told each other with the gradients; waits until the device has come to this point."""
         self._collective.finish(self._timeout_s)
-        return self._gradients.settle()
+        return self._gradients.facts()
 
     def begin(self, samples: int, facts: Sequence[float]) -> None:
         self._averager.begin(samples, facts)

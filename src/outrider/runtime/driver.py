@@ -36,7 +36,7 @@ from outrider.errors import OutriderError
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.replica import Replica
 from outrider.runtime.averages import Averages
-from outrider.runtime.clock import DeviceClock
+from outrider.runtime.clock import DeviceClock, SharedClock
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.window import AverageAccount, Window, as_report
 from outrider.timeline.recorder import Recorder
@@ -67,8 +67,11 @@ class Driver:
         self.window = Window()
         self.clock: DeviceClock | None = None
         """Measures steps by events; not where a user's loop takes them."""
+        self._shared_clock: SharedClock | None = None
+        self._has_shared = False
         if isinstance(replica, Replica) and replica.device.type == "cuda":
             self.clock = DeviceClock(replica.device)
+            self._shared_clock = SharedClock(replica.device)
         self.window_log = WindowLog(recorder, slept_s=lambda: throttle.slept_s)
         self.account = AverageAccount()
         self.windows = 0
@@ -108,7 +111,9 @@ class Driver:
         with contextlib.suppress(StopIteration):
             while True:
                 effect = steps.send(report)
-                if isinstance(effect, SharedStep):
+                if isinstance(effect, SharedStep) and self._shared_clock is not None:
+                    report = self._shared_step_on_device(replica, effect, self._shared_clock)
+                elif isinstance(effect, SharedStep):
                     report = self._shared_step(replica, effect)
                 else:
                     self._step(replica, effect)
@@ -181,14 +186,11 @@ class Driver:
         samples = effect.batch.count
         started_s = time.perf_counter()
         with self.throttle:
-            if samples:
-                replica.gradient(self._data_for(replica, effect.batch), samples=samples)
-            else:
-                replica.no_gradient()
-            self.averages.wait_for_device()
+            self._gradient(replica, effect.batch)
         computed_s = time.perf_counter()
         self.computed(samples, computed_s - started_s)
-        settled = self.averages.average_gradients(samples, self.facts())
+        self.averages.average_gradients(samples, self.facts())
+        settled = self.averages.gradient_facts()
         averaged_s = time.perf_counter()
         with self.throttle:
             replica.update(at=self.epoch_base + effect.at)
@@ -196,6 +198,34 @@ class Driver:
         self.window.compute_s += time.perf_counter() - averaged_s
         self.window.exposed_s = averaged_s - computed_s
         return self.shared(samples, settled)
+
+    def _shared_step_on_device(self, replica: Replica, effect: SharedStep, clock: SharedClock) -> Report:
+        """The whole step is queued before anybody waits for it, so what it took is told with the next one."""
+        samples = effect.batch.count
+        clock.mark()
+        self._gradient(replica, effect.batch)
+        clock.mark()
+        self.averages.average_gradients(samples, self.facts())
+        clock.mark()
+        replica.update(at=self.epoch_base + effect.at)
+        clock.mark()
+        settled = self.averages.gradient_facts()
+        measured = clock.measured()
+        replica.watch_loss()
+        # The first step warms the device up: a time that says nothing about its speed is not told.
+        self.window.stepped(samples=samples, seconds=measured.compute_s if self._has_shared else 0.0)
+        self.window_log.stepped(samples=samples, seconds=measured.compute_s)
+        self._has_shared = True
+        self.window.exposed_s = measured.exposed_s
+        return self.shared(samples, settled)
+
+    def _gradient(self, replica: Replica, batch: Batch) -> None:
+        if not batch.count:
+            replica.no_gradient()
+            return
+        data = self._data_for(replica, batch)
+        with self.averages.overlapped(batch.count):
+            replica.gradient(data, samples=batch.count)
 
     def computed(self, samples: int, seconds: float) -> None:
         """A gradient, or a whole local step, took this long."""
@@ -207,7 +237,7 @@ class Driver:
         self.window_log.averaged(self.window.exposed_s)
         self.samples += samples
         self.on_step()
-        return self._report(settled.facts, None, is_blocking=True)
+        return self._report(settled, is_blocking=True)
 
     def stepped(self, samples: int, seconds: float) -> None:
         """A local step ended."""
@@ -227,7 +257,7 @@ class Driver:
         self.window.exposed_s = elapsed_s
         if self.clock is not None:
             self.clock.restart()
-        report = self._report(settled.facts, settled.drift, is_blocking=True)
+        report = self._report(settled, is_blocking=True)
         self._record_average(report, elapsed_s)
         return report
 
@@ -252,7 +282,7 @@ class Driver:
     def _take_in(self) -> Report:
         with self._gap():
             settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
-        report = self._report(settled.facts, settled.drift, is_blocking=False)
+        report = self._report(settled, is_blocking=False)
         self._record_average(report, (settled.total_ms or 0.0) / 1e3)
         return report
 
@@ -269,11 +299,12 @@ class Driver:
     def _facts(self, *, is_dry: bool) -> list[float]:
         return self.window.facts(is_dry=is_dry, wants_stop=self.stop_requested())
 
-    def _report(self, rows: tuple[tuple[float, ...], ...], drift: float | None, *, is_blocking: bool) -> Report:
-        report = as_report(self.windows, rows, drift)
+    def _report(self, settled: Settled, *, is_blocking: bool) -> Report:
+        report = as_report(self.windows, settled.facts, settled.drift)
         self.windows += 1
-        self.reached += report.samples
-        self.drift = drift
+        # What was averaged, not what was told: a device tells of a shared step with the next one.
+        self.reached += settled.total_samples
+        self.drift = settled.drift
         self.is_stopped = self.is_stopped or report.wants_stop
         waited_before_s = self.account.wait_s
         self.account.saw(report, self.replica.rank, is_blocking=is_blocking)

@@ -175,7 +175,8 @@ class UserLoop:
         is_first = self._shared is None
         if is_first:
             driver.computed(samples, computed_s)
-        settled = driver.averages.average_gradients(samples, driver.facts() if is_first else [0.0] * NUM_FACTS)
+        driver.averages.average_gradients(samples, driver.facts() if is_first else [0.0] * NUM_FACTS)
+        settled = driver.averages.gradient_facts()
         exposed_s = self._lap_s()
         if is_first:
             self._shared = settled

@@ -1,0 +1,109 @@
+"""Sums gradients while the backward pass is still at work on others, bucket by bucket.
+
+Decides when a bucket is complete: learned in one pass, checked in every later one. What is not summed by the end of a
+pass is left to whoever packs the rest, so ranks may differ in what they overlap. Called by the averages of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from outrider.average.collective import Started
+from outrider.average.gradients import GradientExchange
+from outrider.errors import StepError
+
+
+class StartsSums(Protocol):
+    """A GroupCollective."""
+
+    def start_sum_(self, tensor: Tensor) -> Started: ...
+
+
+class Overlap:
+    """Starts the sum of a bucket from a hook of the parameter whose gradient completes it.
+
+    Buckets begin in one order on all ranks: one that is late holds up those after it, at worst until the pass is over.
+    """
+
+    def __init__(self, exchange: GradientExchange, collective: StartsSums) -> None:
+        self.exchange = exchange
+        self._collective = collective
+        self._last_members: list[int] | None = None
+        """Of each bucket but the last, whose gradient comes last; None until that was seen."""
+        self._is_possible = len(exchange.buckets) > 1 and not exchange.is_bridged
+        self._started: list[Started] = []
+        self._complete: set[int] = set()
+        self._packed: list[tuple[int, Tensor, int]] = []
+        """Members whose gradients are on their way, with the gradient and its version when it was copied."""
+
+    @contextlib.contextmanager
+    def backward(self, samples: int) -> Iterator[None]:
+        """Around one backward pass into parameters without gradients."""
+        if not self._is_possible:
+            yield
+        elif self._last_members is None:
+            order: list[int] = []
+            with self._hooks(range(len(self.exchange.parameters)), order.append):
+                yield
+            self._learn(order)
+        else:
+            numbers = {member: number for number, member in enumerate(self._last_members)}
+            with self._hooks(self._last_members, lambda member: self._completed(numbers[member], samples)):
+                yield
+
+    def take_started(self) -> list[Started]:
+        """The sums that were begun in this step; raises where a gradient has changed since its sum began."""
+        for member, gradient, version in self._packed:
+            current = self.exchange.parameters[member].grad
+            if current is not gradient or current._version != version:
+                raise StepError(
+                    f"the gradient of parameter {member} changed after it was complete in the first step",
+                    hint="activation checkpointing must not re-enter backward: pass use_reentrant=False",
+                    rank=self.exchange.rank,
+                )
+        started, self._started = self._started, []
+        self._packed, self._complete = [], set()
+        return started
+
+    @contextlib.contextmanager
+    def _hooks(self, members: Sequence[int], call: Callable[[int], None]) -> Iterator[None]:
+        handles: list[RemovableHandle] = []
+        for member in members:
+            parameter = self.exchange.parameters[member]
+            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, member=member: call(member)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _learn(self, order: Sequence[int]) -> None:
+        """From the order in which gradients came; none or several for one parameter, and nothing is overlapped."""
+        counts = Counter(order)
+        if any(counts[member] != 1 for member in range(len(self.exchange.parameters))):
+            self._is_possible = False
+            return
+        came = {member: place for place, member in enumerate(order)}
+        self._last_members = [max(bucket.members, key=came.__getitem__) for bucket in self.exchange.buckets[:-1]]
+
+    def _completed(self, number: int, samples: int) -> None:
+        self._complete.add(number)
+        while len(self._started) in self._complete and self._is_filled(len(self._started)):
+            self._keep_versions(len(self._started))
+            self._started.append(self._collective.start_sum_(self.exchange.pack_next(samples)))
+
+    def _is_filled(self, number: int) -> bool:
+        """Another way through the model may complete a bucket in another order than the first did."""
+        return all(self.exchange.parameters[one].grad is not None for one in self.exchange.buckets[number].members)
+
+    def _keep_versions(self, number: int) -> None:
+        for member in self.exchange.buckets[number].members:
+            gradient = self.exchange.parameters[member].grad
+            assert gradient is not None
+            self._packed.append((member, gradient, gradient._version))

@@ -1,0 +1,96 @@
+"""Shared steps on a device whose time is told by events, here by a clock that says what the test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.core.effects import Batch, Lease, Report, SharedStep
+from outrider.data.feed import make_feed
+from outrider.data.leases import LocalLeases
+from outrider.replica.recipe import Recipe
+from outrider.replica.replica import Replica
+from outrider.runtime.averages import SoloAverages
+from outrider.runtime.clock import Measured
+from outrider.runtime.driver import Driver
+from outrider.runtime.throttle import Throttle
+from outrider.timeline.recorder import Recorder
+
+CPU = torch.device("cpu")
+
+
+class ToldClock:
+    """Says that each step took a second more than the one before."""
+
+    def __init__(self) -> None:
+        self.num_marks: list[int] = [0]
+
+    def mark(self) -> None:
+        self.num_marks[-1] += 1
+
+    def measured(self) -> Measured:
+        self.num_marks.append(0)
+        return Measured(compute_s=float(len(self.num_marks)), exposed_s=0.25)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    dataset = (torch.ones(12, 2),)
+    recipe = Recipe(
+        model=lambda: nn.Linear(2, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        step=lambda model, batch: model(batch[0]).mean(),
+        dataset=dataset,
+        batch_size=4,
+        policy="sync",
+    )
+    return Driver(
+        replica=Replica(recipe, device=CPU, rank=0, name="cpu"),
+        feed=make_feed(dataset, device=CPU, seed=0, augment=None),
+        averages=SoloAverages(CPU),
+        throttle=Throttle(1.0),
+        recorder=Recorder(0, origin_s=0.0),
+        stop_requested=lambda: False,
+        on_step=lambda: None,
+    )
+
+
+def three_steps(reports: list[Report]) -> Iterator[SharedStep]:
+    for number in range(3):
+        reports.append((yield SharedStep(Batch(4 * number, 4), at=4 * number)))
+
+
+def run(driver: Driver) -> list[Report]:
+    reports: list[Report] = []
+    driver.feed.start_epoch(torch.arange(12), 0)
+    driver.run(three_steps(reports), leases=LocalLeases(Lease(0, 12), batch_size=4), epoch_base=0)
+    return reports
+
+
+def test_a_device_tells_of_a_shared_step_with_the_next_one(driver: Driver) -> None:
+    driver._shared_clock = ToldClock()
+    facts = [report.ranks[0] for report in run(driver)]
+    assert [one.samples for one in facts] == [0, 4, 4]
+    # The first step is a warm-up whose time is not told.
+    assert [one.compute_ms for one in facts] == [0.0, 0.0, 3_000.0]
+    assert [one.exposed_ms for one in facts] == [0.0, 250.0, 250.0]
+
+
+def test_the_samples_of_every_step_are_accounted_for_at_once(driver: Driver) -> None:
+    driver._shared_clock = ToldClock()
+    run(driver)
+    assert (driver.reached, driver.samples, driver.replica.steps) == (12, 12, 3)
+
+
+def test_every_step_is_marked_four_times(driver: Driver) -> None:
+    clock = driver._shared_clock = ToldClock()
+    run(driver)
+    assert clock.num_marks == [4, 4, 4, 0]
+
+
+def test_on_a_host_a_step_is_told_at_once(driver: Driver) -> None:
+    assert [report.ranks[0].samples for report in run(driver)] == [4, 4, 4]
