@@ -63,6 +63,26 @@ def test_any_other_content_has_another_key(a_case: Case, change: dict[str, objec
     assert replace(a_case, **change).key != a_case.key
 
 
+def test_the_key_of_a_timed_case_is_what_it_was_before_there_were_others(a_case: Case) -> None:
+    assert a_case.key == "1462889211"
+
+
+def test_a_case_that_is_not_timed_has_a_key_of_its_own(a_case: Case) -> None:
+    assert replace(a_case, is_timed=False).key != a_case.key
+
+
+def test_a_configuration_that_says_nothing_of_timing_is_of_a_timed_run(tell_run: TellRun) -> None:
+    block = json.loads((tell_run() / "config.json").read_text())["benchmark"]
+    assert "is_timed" not in block["case"]
+    assert case_from_json(block["case"]).is_timed
+
+
+def test_a_run_that_was_not_timed_is_read_back_as_such(tell_run: TellRun) -> None:
+    run = read_run(tell_run(is_timed=False))
+    assert run is not None
+    assert not run.case.is_timed
+
+
 def test_a_case_lies_under_its_model_and_mode(a_case: Case) -> None:
     assert a_case.folder == Path("lenet") / "solo-0" / f"seed-0-{a_case.key}"
 
@@ -229,3 +249,48 @@ def test_other_conditions_make_another_group_that_says_what_differs(tell_run: Te
     tell_run(epochs=9, settings={"anchor": 4})
     names = [group.name for group in group_runs(read_runs(tmp_path / "runs"))]
     assert names == ["lenet (3 epochs, with {})", 'lenet (9 epochs, with {"anchor": 4})']
+
+
+def test_timed_runs_join_the_longest_untimed_ones(tell_run: TellRun, tmp_path: Path) -> None:
+    timed, untimed = tell_run(epochs=3), tell_run(epochs=200, is_timed=False)
+    tell_run(epochs=9, is_timed=False)
+    groups = {group.name: group for group in group_runs(read_runs(tmp_path / "runs"))}
+    assert list(groups) == ["lenet (200 epochs, timed apart)", "lenet (9 epochs, not timed)"]
+    both = groups["lenet (200 epochs, timed apart)"]
+    assert ([run.folder for run in both.timed("solo-0")], [run.folder for run in both.judged("solo-0")]) == (
+        [timed],
+        [untimed],
+    )
+
+
+def test_of_several_lengths_the_one_joins_at_which_most_modes_were_timed(tell_run: TellRun, tmp_path: Path) -> None:
+    tell_run("solo-0", epochs=200, is_timed=False)
+    tell_run("solo-0", epochs=200)
+    tell_run("solo-0", epochs=3)
+    tell_run("cpu-async", epochs=3)
+    names = [(group.name, group.timed_epochs) for group in group_runs(read_runs(tmp_path / "runs"))]
+    assert names == [("lenet (timed apart)", 3), ("lenet (timed)", 200)]
+
+
+def test_timed_runs_that_are_longer_stay_apart(tell_run: TellRun, tmp_path: Path) -> None:
+    tell_run(epochs=9)
+    tell_run(epochs=3, is_timed=False)
+    names = [group.name for group in group_runs(read_runs(tmp_path / "runs"))]
+    assert names == ["lenet (3 epochs, not timed)", "lenet (9 epochs, timed)"]
+
+
+def test_untimed_runs_under_other_conditions_stay_apart(tell_run: TellRun, tmp_path: Path) -> None:
+    tell_run(batch_size=64)
+    tell_run(batch_size=32, is_timed=False)
+    names = [group.name for group in group_runs(read_runs(tmp_path / "runs"))]
+    assert names == ["lenet (batch 32, not timed)", "lenet (batch 64, timed)"]
+
+
+def test_untimed_runs_that_are_not_finished_take_nothing_in(tell_run: TellRun, tmp_path: Path) -> None:
+    tell_run(epochs=3)
+    tell_run(epochs=200, is_timed=False, status="closed")
+    groups = group_runs(read_runs(tmp_path / "runs"))
+    assert [(group.name, list(group.by_mode)) for group in groups] == [
+        ("lenet (200 epochs, not timed)", []),
+        ("lenet (3 epochs, timed)", ["solo-0"]),
+    ]

@@ -70,7 +70,7 @@ class Log:
     def begin(self, case: Case) -> None:
         self.lines.append(f"begin {case.mode} {case.seed}")
 
-    def saw(self, message: Message) -> None:
+    def saw(self, case: Case, message: Message) -> None:
         self.lines.append(message.kind)
 
     def ended(self, run: SuiteRun) -> None:
@@ -142,6 +142,21 @@ def test_the_task_of_a_case_has_its_seed() -> None:
 def test_a_stand_in_has_no_published_figure() -> None:
     subject = plan(REQUEST)[0].subject
     assert (subject.is_stand_in, subject.published) == (True, None)
+
+
+def test_a_run_does_not_look_for_a_network_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("outrider.bench.datasets.source.find_data", lambda name, folder: None)
+    monkeypatch.setattr("outrider.bench.datasets.source._download_once", lambda name: refused(name, asked))
+    planned = plan(replace(REQUEST, data=DataSource(max_samples=64)))[0]
+    assert (planned.make_task().data_name, asked) == ("glyphs (stand-in), first 64", ["mnist"])
+
+
+def refused(name: str, asked: list[str]) -> Any:
+    from outrider.bench.datasets.source import _Downloaded
+
+    asked.append(name)
+    return _Downloaded(folder=None, trouble="no network")
 
 
 def test_the_depth_counts_for_resnets_only() -> None:
@@ -357,6 +372,20 @@ def test_what_is_skipped_takes_no_time(cases: list[Case]) -> None:
     eta.ended(cases[0], 10.0)
     eta.skipped(cases[1])
     assert eta.left_s(elapsed_s=4.0) == 16.0
+
+
+def test_several_at_a_time_take_as_much_less(cases: list[Case]) -> None:
+    eta = Eta(cases, num_jobs=2)
+    eta.ended(cases[0], 10.0)
+    eta.ended(cases[1], 30.0)
+    assert eta.left_s(elapsed_s=4.0) == 18.0
+
+
+def test_the_last_run_takes_its_own_time_however_many_could_run(cases: list[Case]) -> None:
+    eta = Eta(cases, num_jobs=4)
+    for case in cases[:3]:
+        eta.ended(case, 10.0)
+    assert eta.left_s() == 10.0
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(45, "45 s"), (400, "7 min"), (12_000, "3 h 20 min")])

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.bench.modes import Mode, ModeResult
-from outrider.bench.suite.case import Case
+from outrider.bench.suite.run import Planned
+from outrider.bench.suite.sweep import SweepWatcher, Swept, run_sweep
 from outrider.bench.tasks import Task
-from outrider.cli.bench_progress import EPOCH_LINE_EVERY_S, LiveSweep, PlainSweep, open_sweep_watcher
 from outrider.cli.main import app
-from outrider.errors import ConfigError, DataError, OutriderError, StepError
+from outrider.errors import DataError, OutriderError, StepError
 from outrider.runtime.messages import Message
 
 SPEEDS = {"solo-0": 1000.0, "solo-1": 400.0, "cpu-async": 1330.0}
@@ -169,6 +168,38 @@ def test_an_interrupt_says_what_is_finished_and_how_to_go_on(tmp_path: Path, mon
     )
 
 
+def run_one_by_one(planned: list[Planned], *, output: Path, watcher: SweepWatcher, num_jobs: int) -> Swept:
+    """What jobs come to, without their processes: those have tests of their own."""
+    assert num_jobs == 2
+    return run_sweep(planned, output=output, watcher=watcher)
+
+
+@pytest.fixture
+def told_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.suite.jobs.run_sweep_beside", run_one_by_one)
+
+
+def test_with_jobs_no_run_is_timed(told_jobs: None, tmp_path: Path) -> None:
+    ended = sweep(tmp_path, "--jobs", "2")
+    told = json.loads(ended.stdout.splitlines()[-1])["models"]["lenet"]["modes"]["cpu-async"]
+    assert (told["eval"]["values"], told["samples_per_s"], told["num_timed"]) == ([0.94, 0.941], None, 0)
+    assert ended.stdout.splitlines()[-2] == "these runs trained beside each other and were not timed"
+
+
+def test_progress_of_untimed_runs_says_nothing_of_their_speed(told_jobs: None, tmp_path: Path) -> None:
+    lines = sweep(tmp_path, "--jobs", "2").stderr.splitlines()
+    assert lines[0].startswith("[1/6] lenet solo-0 seed 0: accuracy 0.94, ETA ")
+    assert lines[-1] == "[6/6] lenet cpu-async seed 1: accuracy 0.941"
+
+
+def test_what_ran_with_jobs_is_run_again_to_be_timed(told_jobs: None, tmp_path: Path) -> None:
+    sweep(tmp_path, "--jobs", "2")
+    assert sweep(tmp_path, "--jobs", "2").stderr == "6 runs are finished already, skipped\n"
+    assert sweep(tmp_path).stderr.splitlines()[0].startswith("[1/6] lenet solo-0 seed 0: 1,000 samples/s")
+    ended = bench("report", str(tmp_path))
+    assert "| cpu-async | 94.05 ± 0.64 % | 1,330 | 0.95 (0.95 to 0.95) | - | 1.33x |" in ended.stdout
+
+
 def test_options_of_the_core_reach_the_run(tmp_path: Path) -> None:
     sweep(tmp_path, "--set", "overhead_target=0.05")
     [path] = tmp_path.glob("lenet/solo-0/seed-0-*/config.json")
@@ -293,75 +324,3 @@ def test_a_folder_without_a_run_cannot_be_run_again(tmp_path: Path) -> None:
     message, hint = error_of(bench("rerun", str(tmp_path)))
     assert message == f"{tmp_path} holds no run of the suite"
     assert hint == "pass a folder such as runs/lenet/cpu-async/seed-0-…"
-
-
-# Progress
-
-
-@pytest.fixture
-def cases() -> list[Case]:
-    return [
-        Case(
-            model="lenet",
-            mode=mode,
-            seed=0,
-            epochs=200,
-            batch_size=64,
-            devices=("cpu", "cpu@0.4"),
-            data_name="MNIST",
-        )
-        for mode in ("solo-1", "cpu-async")
-    ]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def ended_epoch(number: int) -> Message:
-    fields = {"epoch": number, "samples": 64, "anchor": None, "loss": 0.25, "eval": 0.9, "share_by_rank": [1.0]}
-    return Message(rank=0, kind="epoch", fields=fields)
-
-
-def test_a_long_run_shows_that_it_lives_but_not_with_every_epoch(cases: list[Case]) -> None:
-    console, clock = Console(file=None, record=True, width=80, quiet=False, stderr=True), Clock()
-    progress = PlainSweep(cases, console, clock=clock)
-    progress.begin(cases[0])
-    for number in range(7):
-        clock.now_s += EPOCH_LINE_EVERY_S / 3
-        progress.saw(ended_epoch(number))
-    assert console.export_text().splitlines() == [
-        "[1/2] lenet solo-1 seed 0: epoch 3/200, loss 0.250",
-        "[1/2] lenet solo-1 seed 0: epoch 6/200, loss 0.250",
-    ]
-
-
-def test_a_failure_stands_in_its_line(cases: list[Case]) -> None:
-    console, clock = Console(record=True, width=80, stderr=True), Clock()
-    progress = PlainSweep(cases, console, clock=clock)
-    progress.begin(cases[0])
-    clock.now_s = 60.0
-    progress.failed(cases[0], ConfigError("no room"))
-    assert console.export_text() == "[1/2] lenet solo-1 seed 0: failed: no room, ETA 60 s\n"
-
-
-def test_on_a_terminal_the_picture_has_ranks_and_the_sweep(cases: list[Case]) -> None:
-    progress = LiveSweep(cases, Console(record=True, width=80, stderr=True), clock=Clock())
-    progress.begin(cases[1])
-    assert progress.picture().plain.splitlines() == [
-        "1 of 2  lenet cpu-async seed 0  epoch 1/200",
-        "  rank 0  cpu                starting",
-        "  rank 1  cpu@0.4            starting",
-        "  sweep: 0 of 2 runs done",
-    ]
-
-
-def test_a_terminal_gets_a_picture_and_a_pipe_gets_lines(cases: list[Case]) -> None:
-    with open_sweep_watcher(cases, Console(force_terminal=True, stderr=True)) as watcher:
-        assert isinstance(watcher, LiveSweep)
-    with open_sweep_watcher(cases, Console(force_terminal=False, stderr=True)) as watcher:
-        assert isinstance(watcher, PlainSweep)

@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-PIPES, LOGS = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
+PIPES = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+# A daemon that somebody else started is found by its pipes alone.
+LOGS = Path(os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/nowhere"))
 ADDRESS = str(PIPES / "control")
 MOOD = os.environ.get("FAKE_MPS", "")
 

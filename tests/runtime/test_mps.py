@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -124,6 +124,53 @@ def test_its_folder_is_private_and_short_and_goes_with_it(
         assert folder.stat().st_mode & 0o777 == 0o700
         assert len(variables[mps.PIPES]) < 80
     assert not folder.exists()
+
+
+# A daemon that is there already.
+
+
+@pytest.fixture
+def named(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A daemon that somebody started and the environment names, as its pipes."""
+    with mps.private_daemon() as variables, monkeypatch.context() as environment:
+        environment.setenv(mps.PIPES, variables[mps.PIPES])
+        yield variables[mps.PIPES]
+
+
+def test_ranks_use_the_daemon_that_the_environment_names(daemon: Daemon, named: str, tmp_path: Path) -> None:
+    with launch(tell_variables, {}, devices=SLICES, log_dir=tmp_path) as ranks:
+        messages = sorted(ranks.messages(), key=lambda message: message.rank)
+        ranks.raise_error()
+    told = [message.fields["variables"] for message in messages]
+    assert [(own[mps.PIPES], own[mps.SHARE]) for own in told] == [(named, "70"), (named, "12")]
+
+
+def test_a_daemon_that_was_there_before_is_neither_started_again_nor_ended(daemon: Daemon, named: str) -> None:
+    with mps.slices(SLICES):
+        pass
+    assert daemon.lines == [f"up {daemon.pid} []"]
+    assert psutil.pid_exists(daemon.pid)
+
+
+def test_a_named_daemon_that_nobody_answers_for_is_an_error(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(mps.PIPES, str(tmp_path))
+    with pytest.raises(DeviceError) as caught:
+        launch(tell_variables, {}, devices=SLICES, log_dir=tmp_path)
+    assert caught.value.message == f"CUDA_MPS_PIPE_DIRECTORY is {tmp_path}, but no MPS daemon answers there"
+    assert caught.value.hint == (
+        "start one there with `nvidia-cuda-mps-control -d`, or unset CUDA_MPS_PIPE_DIRECTORY for a private one"
+    )
+    assert daemon.lines == []
+
+
+def test_without_slices_a_named_daemon_is_not_asked(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(mps.PIPES, str(tmp_path))
+    with mps.slices(parse_devices("cuda:0,cpu")) as variables:
+        assert variables == [{}, {}]
 
 
 # How it ends.

@@ -38,11 +38,17 @@ def samples_per_s(epochs: Sequence[Epoch]) -> float:
 
 def time_to_target_s(epochs: Sequence[Epoch], target: float | None, *, larger_is_better: bool = True) -> float | None:
     """Training time, warm-up included, up to the end of the first epoch that reached the target."""
+    num_epochs = epochs_to_target(epochs, target, larger_is_better=larger_is_better)
+    return None if num_epochs is None else epochs[num_epochs - 1].train_s
+
+
+def epochs_to_target(epochs: Sequence[Epoch], target: float | None, *, larger_is_better: bool = True) -> int | None:
+    """How many epochs it took until the evaluation reached the target; None where none did."""
     if target is None:
         return None
     sign = 1.0 if larger_is_better else -1.0
-    reached = (e.train_s for e in epochs if e.eval is not None and sign * e.eval >= sign * target)
-    return next(reached, None)
+    evals = ((number, epoch.eval) for number, epoch in enumerate(epochs, start=1))
+    return next((number for number, value in evals if value is not None and sign * value >= sign * target), None)
 
 
 def mean_over_time(epochs: Sequence[Epoch], name: str) -> float | None:

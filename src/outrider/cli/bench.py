@@ -41,6 +41,9 @@ _BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, metavar="
 _Samples = Annotated[
     int | None, typer.Option("--samples", min=1, metavar="N", help="Only the first N of each data set.")
 ]
+_Jobs = Annotated[
+    int, typer.Option("--jobs", min=1, metavar="N", help="Runs at a time; with more than one none is timed.")
+]
 _Depth = Annotated[int | None, typer.Option("--depth", metavar="N", help="Of the ResNets, 6n + 2; 20 if left out.")]
 
 
@@ -68,6 +71,7 @@ def run(
     batch_size: _BatchSize = None,
     samples: _Samples = None,
     depth: _Depth = None,
+    jobs: _Jobs = 1,
 ) -> None:
     """Train one model in one mode; the last line of stdout is JSON."""
     from outrider.cli.console import check_torch
@@ -78,9 +82,9 @@ def run(
     alone = Preset(models=(model,), modes=(mode,), num_seeds=1, devices=None)
     request = _request(
         alone, data=data, seeds=seeds, epochs=epochs, devices=devices, settings=settings,
-        batch_size=batch_size, samples=samples, depth=depth,
+        batch_size=batch_size, samples=samples, depth=depth, jobs=jobs,
     )  # fmt: skip
-    _carry_out(plan(request), output)
+    _carry_out(plan(request), output, num_jobs=jobs)
 
 
 @app.command(epilog="Example: outrider bench sweep --preset quick")
@@ -97,6 +101,7 @@ def sweep(
     batch_size: _BatchSize = None,
     samples: _Samples = None,
     depth: _Depth = None,
+    jobs: _Jobs = 1,
 ) -> None:
     """Train models in modes, round by round; goes on where it stopped and skips what is done.
 
@@ -114,9 +119,9 @@ def sweep(
     chosen = replace(chosen, models=_names(models) or chosen.models, modes=_names(modes) or chosen.modes)
     request = _request(
         chosen, data=data, seeds=seeds, epochs=epochs, devices=devices, settings=settings,
-        batch_size=batch_size, samples=samples, depth=depth,
+        batch_size=batch_size, samples=samples, depth=depth, jobs=jobs,
     )  # fmt: skip
-    _carry_out(plan(request), output)
+    _carry_out(plan(request), output, num_jobs=jobs)
 
 
 @app.command(epilog="Example: outrider bench report runs --html")
@@ -213,6 +218,7 @@ def _request(
     batch_size: int | None,
     samples: int | None,
     depth: int | None,
+    jobs: int,
 ) -> Request:
     """What the user said goes before what the preset says."""
     from outrider.bench.datasets.source import DataSource
@@ -231,14 +237,15 @@ def _request(
         depth=depth,
         max_samples={} if samples else preset.max_samples,
         settings=parse_settings(settings or [], num_devices=len(specs)),
+        is_timed=jobs == 1,
     )
 
 
-def _carry_out(planned: list[Planned], output: Path) -> None:
+def _carry_out(planned: list[Planned], output: Path, *, num_jobs: int) -> None:
     from outrider.cli.console import EXIT_ERROR, EXIT_INTERRUPTED, say
 
     try:
-        swept = _sweep(planned, output)
+        swept = _sweep(planned, output, num_jobs=num_jobs)
     except KeyboardInterrupt:
         say(_interrupted(planned, output))
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -247,12 +254,16 @@ def _carry_out(planned: list[Planned], output: Path) -> None:
         raise typer.Exit(EXIT_ERROR)
 
 
-def _sweep(planned: list[Planned], output: Path) -> Swept:
+def _sweep(planned: list[Planned], output: Path, *, num_jobs: int) -> Swept:
+    from outrider.bench.suite.jobs import run_sweep_beside
     from outrider.bench.suite.sweep import in_rounds, run_sweep
     from outrider.cli.bench_progress import open_sweep_watcher
 
-    with open_sweep_watcher([one.case for one in in_rounds(planned)]) as watcher:
-        swept = run_sweep(planned, output=output, watcher=watcher)
+    with open_sweep_watcher([one.case for one in in_rounds(planned)], num_jobs=num_jobs) as watcher:
+        if num_jobs == 1:
+            swept = run_sweep(planned, output=output, watcher=watcher)
+        else:
+            swept = run_sweep_beside(planned, output=output, watcher=watcher, num_jobs=num_jobs)
         watcher.finish()
     return swept
 
@@ -333,6 +344,8 @@ def _run_in(folder: Path) -> SuiteRun:
 
 
 def _run_again(planned: Planned, folder: Path) -> SuiteRun:
+    from functools import partial
+
     from outrider.bench.suite.run import run_case
     from outrider.cli.bench_progress import open_sweep_watcher
     from outrider.cli.console import say
@@ -340,7 +353,7 @@ def _run_again(planned: Planned, folder: Path) -> SuiteRun:
     say(f"run: {folder}")
     with open_sweep_watcher([planned.case]) as watcher:
         watcher.begin(planned.case)
-        run = run_case(planned, folder, on_message=watcher.saw)
+        run = run_case(planned, folder, on_message=partial(watcher.saw, planned.case))
         watcher.ended(run)
     return run
 

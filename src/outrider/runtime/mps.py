@@ -1,7 +1,7 @@
-"""Slices of a GPU: a private MPS daemon while a run lasts, and the variables that give each rank its share.
+"""Slices of a GPU: a private MPS daemon, or the one that the environment names, and the variables of each rank's share.
 
 Decides who needs the daemon and where it lives. Never touches clocks, power, compute mode or MIG of a card.
-Called by launch for the ranks it starts, and by World to see that a rank really has its slice.
+Called by launch for the ranks it starts, and by sweeps that start several runs at a time.
 """
 
 from __future__ import annotations
@@ -40,18 +40,42 @@ def slices(devices: Sequence[DeviceSpec]) -> Iterator[list[dict[str, str]]]:
 
     Shares of one GPU may sum to more than 100: each is the most that its rank gets, and nothing is set aside.
     """
-    if all(spec.share is None for spec in devices):
-        yield [{} for _ in devices]
-        return
-    with private_daemon() as variables:
+    with daemon_for(devices) as variables:
         yield [_variables(spec, variables) for spec in devices]
 
 
 def _variables(spec: DeviceSpec, of_daemon: Mapping[str, str]) -> dict[str, str]:
     """All CUDA ranks of the run are served, so that a whole GPU beside a slice of it is shared as well."""
-    if spec.kind != "cuda":
+    if spec.kind != "cuda" or not of_daemon:
         return {}
     return {**of_daemon, SHARE: str(100 if spec.share is None else spec.share)}
+
+
+@contextmanager
+def daemon_for(devices: Sequence[DeviceSpec]) -> Iterator[dict[str, str]]:
+    """The variables by which CUDA finds the daemon that serves these devices; none where no device is a slice.
+
+    It is the daemon that the environment names, which stays as it is, or else a private one. Daemons of one GPU would
+    take turns on it, so whoever starts several runs at a time opens one for all of them.
+    """
+    if all(spec.share is None for spec in devices):
+        yield {}
+    elif os.environ.get(PIPES):
+        yield _named_daemon()
+    else:
+        with private_daemon() as variables:
+            yield variables
+
+
+def _named_daemon() -> dict[str, str]:
+    """The daemon that the environment names, once it has answered; nothing is started and nothing ended."""
+    variables = {name: os.environ[name] for name in (PIPES, LOGS) if name in os.environ}
+    if not mps_keeper.ask(find_control(), "get_server_list"):
+        raise DeviceError(
+            f"{PIPES} is {variables[PIPES]}, but no MPS daemon answers there",
+            hint=f"start one there with `{CONTROL} -d`, or unset {PIPES} for a private one",
+        )
+    return variables
 
 
 @contextmanager

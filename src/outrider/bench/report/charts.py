@@ -6,13 +6,13 @@ Called by the report's page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.bench.report.claims import trains_together
 from outrider.bench.statistics import mean
 from outrider.bench.suite.groups import INDEPENDENT, Group
 from outrider.bench.suite.runs import EpochRow, SuiteRun
-from outrider.bench.suite.summary import ModeSummary
+from outrider.bench.suite.summary import ModeSummary, seconds_per_epoch
 from outrider.timeline.page import CAUSE_COLOURS, RANK_COLOURS, Figure, figure, rank_colour
 
 MAX_POINTS = 200
@@ -82,7 +82,7 @@ def _line_at(value: float, text: str, *, dash: str, edge: Mapping[str, object]) 
 
 def share_figure(summaries: Mapping[str, ModeSummary]) -> Figure:
     """Which rank took which part of the samples."""
-    shown = [one for mode, one in summaries.items() if not mode.startswith("solo-")]
+    shown = [one for mode, one in summaries.items() if not mode.startswith("solo-") and one.share_by_rank]
     num_ranks = max((len(one.share_by_rank) for one in shown), default=0)
     bars = [
         {
@@ -123,29 +123,52 @@ def _stacked(bars: Sequence[Mapping[str, object]], title: str, *, xaxis: dict[st
 
 
 def learning_figures(group: Group) -> list[Figure]:
-    """Loss and evaluation, each against epochs and against wall time."""
+    """Loss and evaluation, each against epochs and, where anything was timed, against wall time."""
     metric = group.subject.metric
     return [
         _curves(group, name, against, title=f"{label} against {against}")
         for name, label in (("eval", f"Evaluation ({metric})"), ("loss", "Training loss"))
         for against in (EPOCHS, WALL_TIME)
+        if group.has_timed or against == EPOCHS
     ]
 
 
 def _curves(group: Group, name: str, against: str, *, title: str) -> Figure:
+    places = {mode: _places(group, mode, against) for mode in group.by_mode}
     lines = [
-        _curve(mode, runs, name, against, colour=_COLOURS[place % len(_COLOURS)])
-        for place, (mode, runs) in enumerate(group.by_mode.items())
+        _curve(mode, group.judged(mode), name, place_of, colour=_COLOURS[number % len(_COLOURS)])
+        for number, (mode, place_of) in enumerate(places.items())
+        if place_of is not None
     ]
-    axis = {"title": "s, start-up excluded" if against == WALL_TIME else "epochs"}
+    axis = {"title": _axis_title(group, against)}
     return figure([line for line in lines if line["y"]], title=title, xaxis=axis, height=380)
 
 
-def _curve(mode: str, runs: Sequence[SuiteRun], name: str, against: str, *, colour: str) -> dict[str, object]:
+Place = Callable[[Sequence[EpochRow]], float]
+"""Where on the axis the same epoch of all seeds lies."""
+
+
+def _places(group: Group, mode: str, against: str) -> Place | None:
+    """None where it is not known: the mode was not timed."""
+    if against == EPOCHS:
+        return _epochs
+    if all(run.case.is_timed for run in group.judged(mode)):
+        return _wall_s
+    epoch_s = seconds_per_epoch(group.timed(mode))
+    return None if epoch_s is None else lambda row: _epochs(row) * epoch_s
+
+
+def _axis_title(group: Group, against: str) -> str:
+    if against == EPOCHS:
+        return "epochs"
+    worked_out = "; untimed runs at the pace of timed ones" if group.has_untimed else ""
+    return f"s, start-up excluded{worked_out}"
+
+
+def _curve(mode: str, runs: Sequence[SuiteRun], name: str, place_of: Place, *, colour: str) -> dict[str, object]:
     """The mean over the seeds, epoch by epoch; the dash tells solos from the rest."""
     rows = [row for row in zip(*(run.epochs for run in runs), strict=False) if _is_known(row, name)]
     rows = thinned(rows, MAX_POINTS)
-    place_of = _wall_s if against == WALL_TIME else _epochs
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(rows) <= 20 else "lines",

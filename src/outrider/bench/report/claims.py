@@ -93,19 +93,22 @@ class Best:
 
 
 def best_mode(group: Group, summaries: Mapping[str, ModeSummary]) -> Best:
-    """The soonest at the target among those not worse than solo; where none got there, the one that learned most."""
+    """The soonest at the target among those not worse than solo; where that is not known, the one that learned most."""
     worse = {one.mode for one in quality(group, summaries) if one.verdict == WORSE}
     candidates = [one for mode, one in summaries.items() if trains_together(mode) and mode not in worse]
     if not candidates:
         return Best(mode=None, reason="no mode that trains on all devices is finished and not worse than solo")
-    arrived = [(one.time_to_target_s, one.mode) for one in candidates if one.time_to_target_s is not None]
-    if arrived:
-        return Best(mode=min(arrived)[1], reason="soonest at the target in every seed")
+    arrived = [one for one in candidates if one.is_reached_by_all]
+    timed = [(one.time_to_target_s, one.mode) for one in arrived if one.time_to_target_s is not None]
+    if timed:
+        among = "" if len(timed) == len(arrived) else ", of those that were timed"
+        return Best(mode=min(timed)[1], reason=f"soonest at the target in every seed{among}")
     sign = 1.0 if group.subject.larger_is_better else -1.0
     learned = [(sign * one.eval, one.mode) for one in candidates if one.eval is not None]
     if learned:
-        return Best(mode=max(learned)[1], reason="none reached the target in every seed; best evaluation")
-    return Best(mode=max(candidates, key=lambda one: one.samples_per_s).mode, reason="most samples per second")
+        why = "not timed" if arrived else "none reached the target in every seed"
+        return Best(mode=max(learned)[1], reason=f"{why}; best evaluation")
+    return Best(mode=max(candidates, key=lambda one: one.samples_per_s or 0.0).mode, reason="most samples per second")
 
 
 def shortcomings(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str]:
@@ -131,10 +134,12 @@ def _slower(summary: ModeSummary) -> list[str]:
 
 
 def _later(summary: ModeSummary, solo: ModeSummary) -> list[str]:
-    if solo.time_to_target_s is None:
+    if not solo.is_reached_by_all or not summary.seeds:
         return []
-    if summary.time_to_target_s is None:
+    if not summary.is_reached_by_all:
         return [f"the target was reached in {summary.num_reached} of {len(summary.seeds)} seeds, by {SOLO} in all"]
+    if summary.time_to_target_s is None or solo.time_to_target_s is None:
+        return []
     if summary.time_to_target_s <= solo.time_to_target_s:
         return []
     return [f"later at the target than {SOLO} ({summary.time_to_target_s:.1f} s against {solo.time_to_target_s:.1f} s)"]

@@ -7,6 +7,7 @@ only and knows no torch. Called by `bench report`.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from outrider.bench.report import model_tables as tables
 from outrider.bench.report.claims import ACCURACY_MARGIN, MIN_SEEDS, RELATIVE_MARGIN, best_mode, quality, shortcomings
 from outrider.bench.report.model_tables import Table
+from outrider.bench.report.timing_words import epochs_words, seeds_words
 from outrider.bench.suite.groups import Group, group_runs
 from outrider.bench.suite.runs import SuiteRun, read_runs
 from outrider.bench.suite.summary import ModeSummary, ideal_samples_per_s, summarise_group
@@ -23,6 +25,8 @@ from outrider.errors import DataError
 
 MACHINE = ("cpu", "num_cores", "gpus", "cuda", "platform")
 VERSIONS = ("outrider", "torch", "python")
+SOME_JOBS = 2
+"""Of untimed runs, to reproduce them: how many there were at a time is kept nowhere, and makes no difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +46,11 @@ class Report:
 
     @property
     def num_finished(self) -> int:
-        return sum(len(runs) for group in self.groups for runs in group.by_mode.values())
+        return sum(len(group.runs) for group in self.groups)
+
+    @property
+    def num_untimed(self) -> int:
+        return sum(not run.case.is_timed for group in self.groups for run in group.runs)
 
     @property
     def incomplete(self) -> list[SuiteRun]:
@@ -58,7 +66,7 @@ def make_report(root: Path) -> Report:
         raise DataError(
             f"nothing is finished in {root}: {count}", hint="run `outrider bench sweep`; it goes on where it stopped"
         )
-    finished = [run for group in groups for runs in group.by_mode.values() for run in runs]
+    finished = [run for group in groups for run in group.runs]
     return Report(
         groups=groups,
         summaries=tuple(summarise_group(group) for group in groups),
@@ -104,8 +112,9 @@ def markdown(report: Report) -> str:
 def lead(report: Report) -> str:
     models = ", ".join(group.name for group in report.groups)
     devices = " and ".join(dict.fromkeys(", ".join(group.case.devices) for group in report.groups))
+    untimed = f", {report.num_untimed} of them for quality only and not timed" if report.num_untimed else ""
     incomplete = f", {len(report.incomplete)} incomplete" if report.incomplete else ""
-    return f"{report.num_finished} finished runs{incomplete}; models: {models}; devices: {devices}."
+    return f"{report.num_finished} finished runs{untimed}{incomplete}; models: {models}; devices: {devices}."
 
 
 def _environment_table(environment: Mapping[str, Any]) -> Table:
@@ -127,16 +136,27 @@ def reproduce(report: Report) -> list[str]:
     """One command per condition; finished runs are skipped, so that it may be called again."""
     models_by_rest: dict[str, list[str]] = {}
     for group in report.groups:
-        models_by_rest.setdefault(_conditions_words(group), []).append(group.case.model)
+        for rest in _all_conditions_words(group):
+            models_by_rest.setdefault(rest, []).append(group.case.model)
     begin = "outrider bench sweep --preset full"
     return [f"{begin} --models {','.join(models)} {rest}" for rest, models in models_by_rest.items()]
 
 
-def _conditions_words(group: Group) -> str:
-    case = group.case
-    modes = [*group.by_mode, *(run.case.mode for run in group.incomplete)]
-    words = ["--modes", ",".join(dict.fromkeys(modes))]
-    words += ["--devices", ",".join(case.devices), "--seeds", str(group.num_seeds), "--epochs", str(case.epochs)]
+def _all_conditions_words(group: Group) -> list[str]:
+    """Of the timed runs, and of those that may run beside each other."""
+    runs = [*group.runs, *group.incomplete]
+    timed = [run for run in runs if run.case.is_timed]
+    untimed = [run for run in runs if not run.case.is_timed]
+    found = [_conditions_words(timed)] if timed else []
+    return [*found, f"{_conditions_words(untimed)} --jobs {SOME_JOBS}"] if untimed else found
+
+
+def _conditions_words(runs: Sequence[SuiteRun]) -> str:
+    case = runs[0].case
+    by_mode = Counter(run.case.mode for run in runs if run.is_finished)
+    modes = [*by_mode, *(run.case.mode for run in runs)]
+    words = ["--modes", ",".join(dict.fromkeys(modes)), "--devices", ",".join(case.devices)]
+    words += ["--seeds", str(max(by_mode.values(), default=0)), "--epochs", str(case.epochs)]
     words += ["--batch-size", str(case.batch_size)]
     words += ["--samples", str(case.max_samples)] if case.max_samples else []
     words += ["--depth", str(case.depth)] if case.depth else []
@@ -168,7 +188,11 @@ def _model_parts(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str
     return [
         f"## {group.name}",
         conditions(group, summaries),
-        *(part for table in model_tables(group, summaries) for part in (f"### {table.title}", as_markdown(table))),
+        *(
+            part
+            for table in model_tables(group, summaries)
+            for part in (f"### {table.title}", as_markdown(table), table.note)
+        ),
     ]
 
 
@@ -188,8 +212,8 @@ def conditions(group: Group, summaries: Mapping[str, ModeSummary]) -> str:
     """What was trained, and what it may be held against."""
     case, subject = group.case, group.subject
     words = [
-        f"{case.data_name}; {case.epochs} epochs, batch {case.batch_size}; devices {', '.join(case.devices)}; "
-        f"up to {group.num_seeds} seed{'' if group.num_seeds == 1 else 's'} per mode.",
+        f"{case.data_name}; {epochs_words(group)}, batch {case.batch_size}; devices {', '.join(case.devices)}; "
+        f"up to {seeds_words(group)} per mode.",
         f"Ideal: {number(ideal_samples_per_s(group), ',.0f')} samples/s, the sum of {' + '.join(group.solos)}.",
     ]
     if subject.is_stand_in:
@@ -205,7 +229,8 @@ def _beside_published(group: Group, summaries: Mapping[str, ModeSummary], publis
     known = {mode: one.eval for mode, one in summaries.items() if one.eval is not None}
     missed = [mode for mode, value in known.items() if sign * value < sign * published]
     value = tables.evaluation(published, None, metric=subject.metric)
-    verdict = f"not reached, in the mean, by {', '.join(missed)}" if missed else "reached, in the mean, by every mode"
+    every = "every mode that was judged" if group.has_untimed else "every mode"
+    verdict = f"not reached, in the mean, by {', '.join(missed)}" if missed else f"reached, in the mean, by {every}"
     return f"Published: {subject.metric} {value}; {verdict}."
 
 
@@ -238,6 +263,8 @@ def notes(report: Report) -> list[str]:
         "averages. Sampled is what NVML or psutil saw every 100 ms: below 5 % for half a second or more. "
         "Memory is a rank's peak: what torch allocated on a GPU, the process's resident memory on a CPU.",
     ]
+    if report.num_untimed:
+        found.append("Runs that were not timed tell of quality only; the note under the table of results says which.")
     if len(report.environments) > 1:
         found.append("Runs of unlike machines or versions are in this folder: speeds of different ones do not compare.")
     found += [f"{name}: made by the program, not the data set; only its own runs compare." for name in stand_ins]
@@ -246,7 +273,7 @@ def notes(report: Report) -> list[str]:
 
 def _peer_notes(report: Report) -> list[str]:
     """How each peer was set."""
-    runs = [run for group in report.groups for runs in group.by_mode.values() for run in runs]
+    runs = [run for group in report.groups for run in group.runs]
     return sorted({f"`{run.case.mode}`: {run.note}." for run in runs if run.note})
 
 

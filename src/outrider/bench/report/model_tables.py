@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.report.claims import quality
+from outrider.bench.report.timing_words import timing_note
 from outrider.bench.statistics import Interval
 from outrider.bench.suite.groups import Group
 from outrider.bench.suite.summary import ModeSummary
@@ -25,12 +26,15 @@ class Table:
     title: str
     headers: tuple[str, ...]
     rows: list[list[str]]
+    note: str = ""
+    """What has to be known to read it."""
 
 
 def results_table(group: Group, summaries: Mapping[str, ModeSummary]) -> Table:
     metric = group.subject.metric
     headers = ("mode", metric, "samples/s", "efficiency", "of ceiling", "speed-up", _target_header(group), "waiting")
-    return Table(title="Results", headers=headers, rows=[_result(group, one) for one in summaries.values()])
+    rows = [_result(group, one) for one in summaries.values()]
+    return Table(title="Results", headers=headers, rows=rows, note=timing_note(group))
 
 
 def _target_header(group: Group) -> str:
@@ -73,6 +77,8 @@ def time_to_target(summary: ModeSummary, *, has_target: bool) -> str:
         return UNKNOWN
     if summary.time_to_target_s is not None:
         return f"{summary.time_to_target_s:.1f} s"
+    if summary.is_reached_by_all:
+        return UNKNOWN
     return f"reached by {summary.num_reached} of {len(summary.seeds)}"
 
 

@@ -59,14 +59,18 @@ def _model_sections(group: Group, summaries: Mapping[str, ModeSummary]) -> list[
             title=group.name,
             note=words.conditions(group, summaries),
             html=_table(tables.results_table(group, summaries)),
-            figures=[efficiency_figure(summaries), share_figure(summaries)],
+            figures=[efficiency_figure(summaries), share_figure(summaries)] if group.has_timed else [],
         ),
         Section(
             title=f"{group.name}: learning",
             html=_tables([tables.quality_table(group, summaries)]),
             figures=learning_figures(group),
         ),
-        Section(title=f"{group.name}: waiting", html=_tables(waiting), figures=[idle_figure(summaries)]),
+        Section(
+            title=f"{group.name}: waiting",
+            html=_tables(waiting),
+            figures=[idle_figure(summaries)] if group.has_timed else [],
+        ),
     ]
 
 
@@ -74,11 +78,11 @@ def _model_sections(group: Group, summaries: Mapping[str, ModeSummary]) -> list[
 
 
 def _runs(report: Report, folder: Path) -> Markup:
-    runs = [run for group in report.groups for runs in group.by_mode.values() for run in runs]
+    runs = [run for group in report.groups for run in group.runs]
     rows = [
         [
             _link(run.folder, folder),
-            f"{len(after_warm_up(run.epochs))} + warm-up",
+            f"{len(after_warm_up(run.epochs))} + warm-up" if run.case.is_timed else "not timed",
             run.case.key,
             _link(run.folder / "timeline.html", folder, text="timeline"),
         ]
@@ -96,7 +100,8 @@ def _link(target: Path, folder: Path, *, text: str | None = None) -> str:
 
 
 def _table(one: Table) -> Markup:
-    return table(one.headers, one.rows)
+    note = Markup(f"<p>{html.escape(one.note)}</p>") if one.note else ""
+    return Markup(f"{table(one.headers, one.rows)}{note}")
 
 
 def _tables(some: Sequence[Table]) -> Markup:

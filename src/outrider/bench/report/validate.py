@@ -48,7 +48,7 @@ class Comparison:
 
 def make_baseline(groups: Sequence[Group]) -> dict[str, Any]:
     """What a later comparison needs, with every raw value."""
-    runs = [run for group in groups for some in group.by_mode.values() for run in some]
+    runs = [run for group in groups for run in group.runs]
     if not runs:
         raise DataError("nothing is finished, so there is nothing to save", hint="run `outrider bench sweep` first")
     return {
@@ -80,6 +80,8 @@ def _model(group: Group) -> dict[str, Any]:
             "batch_size": case.batch_size,
             "devices": list(case.devices),
             "settings": dict(case.settings),
+            # Only where speed and quality are of different runs: baselines of before have no such thing.
+            **({"timed_epochs": group.timed_epochs} if group.has_timed and group.has_untimed else {}),
         },
         "metric": subject.metric,
         "larger_is_better": subject.larger_is_better,
@@ -135,10 +137,11 @@ def _left_out(model: str, mode: str, reason: str) -> Comparison:
 def _compare_mode(
     model: str, mode: str, old: Mapping[str, list[float]], new: Mapping[str, list[float]], *, before: Mapping[str, Any]
 ) -> list[Comparison]:
+    speeds = old["samples_per_s"], new["samples_per_s"]
     found = [
-        _compare_values(
-            model, mode, "samples_per_s", old["samples_per_s"], new["samples_per_s"], margin=SPEED_MARGIN, sign=1.0
-        )
+        _compare_values(model, mode, "samples_per_s", *speeds, margin=SPEED_MARGIN, sign=1.0)
+        if all(speeds)
+        else Comparison(model=model, mode=mode, measure="samples_per_s", verdict=NOT_COMPARED, reason=_untimed(*speeds))
     ]
     if old["eval"] and new["eval"]:
         is_accuracy = before["metric"] == "accuracy"
@@ -146,6 +149,11 @@ def _compare_mode(
         sign = 1.0 if before["larger_is_better"] else -1.0
         found.append(_compare_values(model, mode, before["metric"], old["eval"], new["eval"], margin=margin, sign=sign))
     return found
+
+
+def _untimed(old: list[float], new: list[float]) -> str:
+    sides = [name for name, speeds in (("before", old), ("now", new)) if not speeds]
+    return f"its speed was not timed {' nor '.join(sides)}"
 
 
 def _compare_values(

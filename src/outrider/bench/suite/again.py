@@ -17,7 +17,7 @@ def render_again(before: SuiteRun, now: SuiteRun) -> str:
             name,
             number(run.epochs[-1].eval, ".6f") if run.epochs else "-",
             number(run.epochs[-1].loss, ".6f") if run.epochs else "-",
-            number(samples_per_s(run.epochs), ",.0f") if run.epochs else "-",
+            number(samples_per_s(run.epochs), ",.0f") if run.epochs and run.case.is_timed else "-",
         ]
         for name, run in (("before", before), ("now", now))
     ]

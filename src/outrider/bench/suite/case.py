@@ -34,11 +34,13 @@ class Case:
     """Of the ResNets, where it is not 20; None for the other models."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Options of the core that were set by hand."""
+    is_timed: bool = True
+    """Whether it has the machine to itself: what runs beside others says nothing about speed."""
 
     @property
     def key(self) -> str:
         """The same for the same content, whoever asks and whenever."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_content(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
 
     @property
@@ -53,7 +55,7 @@ class Case:
 
     @property
     def condition(self) -> tuple[Any, ...]:
-        """What must be equal for the modes and seeds of a model to stand in one table."""
+        """What must be equal for the modes and seeds of a model to stand in one table, timed or not."""
         seen = (self.epochs, self.batch_size, self.devices, self.data_name)
         return (self.title, *seen, json.dumps(dict(self.settings), sort_keys=True))
 
@@ -72,7 +74,15 @@ class Subject:
 
 def as_block(case: Case, subject: Subject) -> dict[str, Any]:
     """What stands under `benchmark` in `config.json`."""
-    return {"schema_version": SCHEMA_VERSION, "key": case.key, "case": asdict(case), "subject": asdict(subject)}
+    return {"schema_version": SCHEMA_VERSION, "key": case.key, "case": _content(case), "subject": asdict(subject)}
+
+
+def _content(case: Case) -> dict[str, Any]:
+    """A case as plain data; a timed one as it was before there were others, so that its key is what it was."""
+    content = asdict(case)
+    if case.is_timed:
+        del content["is_timed"]
+    return content
 
 
 def case_from_json(content: Mapping[str, Any]) -> Case:

@@ -15,8 +15,9 @@ from outrider.bench.suite.case import Case
 class Eta:
     """Learns from each run that ended; runs of the same model and mode take about as long as each other."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
+    def __init__(self, cases: Sequence[Case], *, num_jobs: int = 1) -> None:
         self._left = list(cases)
+        self._num_jobs = num_jobs
         self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     @property
@@ -31,10 +32,11 @@ class Eta:
         self._seconds[case.model, case.mode].append(seconds)
 
     def left_s(self, *, elapsed_s: float = 0.0) -> float | None:
-        """Seconds to the end of the sweep, with `elapsed_s` of the run under way gone; None before the first ended."""
+        """Seconds to the end of the sweep, with `elapsed_s` of the runs under way gone; None before the first ended."""
         if not self._seconds or not self._left:
             return None if self._left else 0.0
-        return max(0.0, sum(self._expected_s(case) for case in self._left) - elapsed_s)
+        of_all_s = max(0.0, sum(self._expected_s(case) for case in self._left) - elapsed_s)
+        return of_all_s / min(self._num_jobs, len(self._left))
 
     def _expected_s(self, case: Case) -> float:
         """From runs like it: of this model and mode, else of this model, else of any."""

@@ -1,6 +1,7 @@
 """Runs that may stand in one table: one model under one condition, by mode, over their seeds.
 
-Decides what belongs together and in which order modes are shown. Knows no torch. Called by summaries and reports.
+Decides what belongs together, which runs tell of quality and which of speed, and in which order modes are shown.
+Knows no torch. Called by summaries and reports.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from outrider.bench.suite.case import Case, Subject
 from outrider.bench.suite.runs import SuiteRun
+from outrider.bench.suite.timing import TIMED, UNTIMED, join_timed
 
 SOLO = "solo-0"
 """What every mode is compared with: the first device alone."""
@@ -26,11 +28,38 @@ class Group:
     name: str
     """The model, and what sets it apart where the model was run under several conditions."""
     case: Case
-    """One of its runs', for what all of them share."""
+    """One of its runs', for what all of them share; where timed runs joined longer untimed ones, an untimed one's."""
     subject: Subject
     by_mode: dict[str, tuple[SuiteRun, ...]]
     """Finished runs by seed; modes in the order they are shown in."""
     incomplete: tuple[SuiteRun, ...]
+
+    @property
+    def runs(self) -> tuple[SuiteRun, ...]:
+        """All that are finished."""
+        return tuple(run for runs in self.by_mode.values() for run in runs)
+
+    def timed(self, mode: str) -> tuple[SuiteRun, ...]:
+        """Those that tell of speed: they had the machine to themselves."""
+        return tuple(run for run in self.by_mode.get(mode, ()) if run.case.is_timed)
+
+    def judged(self, mode: str) -> tuple[SuiteRun, ...]:
+        """Those that tell of quality: the untimed ones, else timed ones that trained as long as all others."""
+        whole = [run for run in self.by_mode.get(mode, ()) if run.case.epochs == self.case.epochs]
+        return tuple([run for run in whole if not run.case.is_timed] or whole)
+
+    @property
+    def has_timed(self) -> bool:
+        return any(run.case.is_timed for run in self.runs)
+
+    @property
+    def has_untimed(self) -> bool:
+        return any(not run.case.is_timed for run in self.runs)
+
+    @property
+    def timed_epochs(self) -> int | None:
+        """How long those trained that tell of speed; None where none does."""
+        return next((run.case.epochs for run in self.runs if run.case.is_timed), None)
 
     @property
     def solos(self) -> tuple[str, ...]:
@@ -38,16 +67,23 @@ class Group:
 
     @property
     def num_seeds(self) -> int:
-        return max((len(runs) for runs in self.by_mode.values()), default=0)
+        """Of a mode at most, by those that tell of quality."""
+        return max((len(self.judged(mode)) for mode in self.by_mode), default=0)
+
+    @property
+    def num_rounds(self) -> int:
+        """Of a mode at most, by those that tell of speed."""
+        return max((len(self.timed(mode)) for mode in self.by_mode), default=0)
 
 
 def group_runs(runs: Iterable[SuiteRun]) -> list[Group]:
-    """All models in the order of their names, each condition on its own."""
+    """All models in the order of their names, each condition on its own; timed runs join untimed ones of theirs."""
     by_condition: dict[tuple[Any, ...], list[SuiteRun]] = defaultdict(list)
     for run in _without_repeats(runs):
-        by_condition[run.case.condition].append(run)
-    conditions = sorted(by_condition, key=str)
-    return [_group(by_condition[one], _name(one, conditions)) for one in conditions]
+        by_condition[*run.case.condition, TIMED if run.case.is_timed else UNTIMED].append(run)
+    joined = join_timed(by_condition)
+    conditions = sorted(joined, key=str)
+    return [_group(joined[one], _name(one, conditions)) for one in conditions]
 
 
 def mode_order(mode: str) -> tuple[int, str]:
@@ -73,7 +109,8 @@ def _without_repeats(runs: Iterable[SuiteRun]) -> list[SuiteRun]:
 
 def _group(runs: Sequence[SuiteRun], name: str) -> Group:
     finished = sorted(
-        (run for run in runs if run.is_finished), key=lambda run: (mode_order(run.case.mode), run.case.seed)
+        (run for run in runs if run.is_finished),
+        key=lambda run: (mode_order(run.case.mode), run.case.seed, run.case.is_timed),
     )
     by_mode: dict[str, list[SuiteRun]] = defaultdict(list)
     for run in finished:
@@ -93,7 +130,7 @@ def _name(condition: tuple[Any, ...], conditions: Sequence[tuple[Any, ...]]) -> 
     rivals = [other for other in conditions if other[0] == model]
     if len(rivals) == 1:
         return str(model)
-    labels = ("{} epochs", "batch {}", "on {}", "{}", "with {}")
+    labels = ("{} epochs", "batch {}", "on {}", "{}", "with {}", "{}")
     differing = [
         label.format(_shown(value))
         for place, (label, value) in enumerate(zip(labels, condition[1:], strict=True), start=1)

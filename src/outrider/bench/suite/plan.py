@@ -75,6 +75,8 @@ class Request:
     """Of the ResNets among the models; None is 20."""
     max_samples: Mapping[str, int] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_timed: bool = True
+    """False where its cases are to run beside each other."""
 
 
 def default_devices(found: Sequence[str]) -> str:
@@ -166,8 +168,11 @@ def _planned(request: Request, task: Task, *, model: str, mode: Mode, seed: int)
         max_samples=_max_samples(request, model),
         depth=_depth(request, model),
         settings=dict(request.settings),
+        is_timed=request.is_timed,
     )
-    return Planned(case=case, subject=subject_of(task), make_task=partial(_make_task, request, model, seed=seed))
+    # Whether there is a network was found out just now; a run must not find otherwise, nor wait for it again.
+    decided = replace(request, data=replace(request.data, may_download=False))
+    return Planned(case=case, subject=subject_of(task), make_task=partial(_make_task, decided, model, seed=seed))
 
 
 def subject_of(task: Task) -> Subject:
@@ -181,7 +186,7 @@ def subject_of(task: Task) -> Subject:
 
 
 def plan_again(case: Case, *, data: DataSource) -> Planned:
-    """The same case once more; the data must be what they were."""
+    """The same case once more, alone and so timed; the data must be what they were."""
     devices = resolve_devices(case.devices, cuda_devices=cuda_devices()).devices
     request = Request(
         models=(case.model,),

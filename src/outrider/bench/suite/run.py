@@ -48,7 +48,7 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
             on_message=on_message,
         )
     except OutriderError as error:
-        _keep_failure(folder, block, error)
+        keep_failure(folder, planned, error)
         raise
     except KeyboardInterrupt:
         _annotate(folder, "config.json", block)
@@ -87,9 +87,9 @@ def _annotate(folder: Path, name: str, block: dict[str, Any]) -> None:
     RunFolder(folder).write_json(name, {**content, "options": options, BLOCK: block})
 
 
-def _keep_failure(folder: Path, block: dict[str, Any], error: OutriderError) -> None:
+def keep_failure(folder: Path, planned: Planned, error: OutriderError) -> None:
     """A run that failed, even before it began, is told in the report with its reason."""
-    _annotate(folder, "config.json", block)
+    _annotate(folder, "config.json", as_block(planned.case, planned.subject))
     if not (folder / "record.json").is_file():
         told = {"type": type(error).__name__, "message": error.message, "rank": error.rank, "step": error.step}
         RunFolder(folder).write_json("record.json", {"status": "failed", "error": told, "epochs": []})

@@ -1,6 +1,7 @@
 """What the runs of a mode amount to: quality, speed, efficiency, time to target, averages, idle time, memory.
 
-Decides what is averaged over seeds, what is compared with what, and how sure it is. Knows no torch.
+Decides what is averaged over seeds, what is compared with what, and how sure it is; which runs tell of quality and
+which of speed is the group's to say. Knows no torch.
 Called by the report, by the document that ends `run` and `sweep`, and by the comparison with a baseline.
 """
 
@@ -9,9 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from outrider.bench.measures import after_warm_up, mean_over_time, samples_per_s, time_to_target_s
+from outrider.bench.measures import (
+    after_warm_up,
+    epochs_to_target,
+    mean_over_time,
+    samples_per_s,
+    time_to_target_s,
+)
 from outrider.bench.statistics import Interval, bootstrap_interval, mean, student_interval
 from outrider.bench.suite.groups import INDEPENDENT, SOLO, Group
 from outrider.bench.suite.runs import Measured, SuiteRun
@@ -23,11 +31,12 @@ class ModeSummary:
 
     mode: str
     seeds: tuple[int, ...]
+    """Of the runs that tell of quality; those that tell of speed may be others."""
     epochs: int
     evals: tuple[float, ...]
-    """The last epoch's, one per seed; empty where the mode ends without one model."""
+    """The last epoch's, one per seed; empty where the mode ends without one model, or was timed only."""
     speeds: tuple[float, ...]
-    """Samples per second of training time after the warm-up, one per seed."""
+    """Samples per second of training time after the warm-up, one per timed run; empty where the mode was not timed."""
     efficiency: float | None
     """Against the ideal, the sum of the solos."""
     efficiency_ci95: Interval | None
@@ -36,8 +45,10 @@ class ModeSummary:
     """Against `independent`: all devices at work, no averaging."""
     speedup: float | None
     """Against solo-0."""
+    epochs_to_target: tuple[int | None, ...]
+    """One per seed; None where it did not get there."""
     times_to_target_s: tuple[float | None, ...]
-    averages: float
+    averages: float | None
     average_ms: float | None
     exposed_average_fraction: float | None
     wait_fraction: float | None
@@ -58,18 +69,22 @@ class ModeSummary:
         return student_interval(self.evals)
 
     @property
-    def samples_per_s(self) -> float:
-        return mean(self.speeds)
+    def samples_per_s(self) -> float | None:
+        return mean(self.speeds) if self.speeds else None
 
     @property
     def time_to_target_s(self) -> float | None:
-        """The mean; None where a seed never reached it."""
+        """The mean; None where a seed never reached it, or nothing was timed."""
         known = [one for one in self.times_to_target_s if one is not None]
         return mean(known) if known and len(known) == len(self.times_to_target_s) else None
 
     @property
     def num_reached(self) -> int:
-        return sum(one is not None for one in self.times_to_target_s)
+        return sum(one is not None for one in self.epochs_to_target)
+
+    @property
+    def is_reached_by_all(self) -> bool:
+        return bool(self.epochs_to_target) and self.num_reached == len(self.epochs_to_target)
 
     @property
     def idle_s(self) -> float | None:
@@ -83,9 +98,15 @@ def summarise_group(group: Group) -> dict[str, ModeSummary]:
 
 def ideal_samples_per_s(group: Group) -> float | None:
     """The sum of the solos; None where one is missing."""
-    if any(solo not in group.by_mode for solo in group.solos):
+    if not all(group.timed(solo) for solo in group.solos):
         return None
-    return sum(mean(speeds_of(group.by_mode[solo])) for solo in group.solos)
+    return sum(mean(speeds_of(group.timed(solo))) for solo in group.solos)
+
+
+def seconds_per_epoch(runs: Sequence[SuiteRun]) -> float | None:
+    """The median over the timed ones among the runs, warm-up excluded; None where none is."""
+    seconds = [epoch.seconds for run in runs if run.case.is_timed for epoch in after_warm_up(run.epochs)]
+    return median(seconds) if seconds else None
 
 
 def speeds_of(runs: Sequence[SuiteRun]) -> list[float]:
@@ -93,20 +114,21 @@ def speeds_of(runs: Sequence[SuiteRun]) -> list[float]:
 
 
 def _summary(group: Group, mode: str) -> ModeSummary:
-    runs = group.by_mode[mode]
-    speeds = speeds_of(runs)
+    judged, runs = group.judged(mode), group.timed(mode)
+    speed = _mean_speed(group, mode)
     return ModeSummary(
         mode=mode,
-        seeds=tuple(run.case.seed for run in runs),
-        epochs=runs[0].case.epochs,
-        evals=tuple(run.epochs[-1].eval for run in runs if run.epochs[-1].eval is not None),
-        speeds=tuple(speeds),
-        efficiency=_ratio(mean(speeds), ideal_samples_per_s(group)),
+        seeds=tuple(run.case.seed for run in judged),
+        epochs=(judged or runs)[0].case.epochs,
+        evals=tuple(run.epochs[-1].eval for run in judged if run.epochs[-1].eval is not None),
+        speeds=tuple(speeds_of(runs)),
+        efficiency=_ratio(speed, ideal_samples_per_s(group)),
         efficiency_ci95=_efficiency_interval(group, mode),
-        of_ceiling=_ratio(mean(speeds), _mean_speed(group, INDEPENDENT)),
-        speedup=_ratio(mean(speeds), _mean_speed(group, SOLO)),
-        times_to_target_s=tuple(_time_to_target_s(run) for run in runs),
-        averages=mean([float(sum(epoch.averages for epoch in run.epochs)) for run in runs]),
+        of_ceiling=_ratio(speed, _mean_speed(group, INDEPENDENT)),
+        speedup=_ratio(speed, _mean_speed(group, SOLO)),
+        epochs_to_target=tuple(_epochs_to_target(run) for run in judged),
+        times_to_target_s=tuple(_time_to_target_s(run, seconds_per_epoch(runs)) for run in judged),
+        averages=_mean_known(runs, lambda run: float(sum(epoch.averages for epoch in run.epochs))),
         average_ms=_mean_known(runs, lambda run: _measured(run).average_ms),
         exposed_average_fraction=_mean_known(runs, lambda run: mean_over_time(run.epochs, "exposed_average_fraction")),
         wait_fraction=_mean_known(runs, lambda run: mean_over_time(run.epochs, "wait_fraction")),
@@ -114,7 +136,8 @@ def _summary(group: Group, mode: str) -> ModeSummary:
         sampled_idle_s_by_cause=_by_cause([_measured(run).sampled_idle_s_by_rank for run in runs]),
         share_by_rank=_shares(runs),
         anchors=tuple(_measured(run).anchors for run in runs),
-        peak_memory_bytes_by_rank=_peak_memory(runs),
+        # Memory is no matter of time: a run beside others needs as much of its own.
+        peak_memory_bytes_by_rank=_peak_memory(runs or judged),
     )
 
 
@@ -122,20 +145,18 @@ def _measured(run: SuiteRun) -> Measured:
     return run.measured or Measured()
 
 
-def _ratio(value: float, reference: float | None) -> float | None:
-    return value / reference if reference else None
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if reference and value is not None else None
 
 
 def _mean_speed(group: Group, mode: str) -> float | None:
-    runs = group.by_mode.get(mode)
+    runs = group.timed(mode)
     return mean(speeds_of(runs)) if runs else None
 
 
 def efficiencies_by_round(group: Group, mode: str) -> list[float]:
-    """One value per seed that the mode and all solos have finished: rounds are what noise is alike in."""
-    if any(solo not in group.by_mode for solo in group.solos):
-        return []
-    speeds = [{run.case.seed: samples_per_s(run.epochs) for run in group.by_mode[one]} for one in (mode, *group.solos)]
+    """One value per seed of which the mode and all solos were timed: rounds are what noise is alike in."""
+    speeds = [{run.case.seed: samples_per_s(run.epochs) for run in group.timed(one)} for one in (mode, *group.solos)]
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in speeds)))
     return [speeds[0][seed] / sum(solo[seed] for solo in speeds[1:]) for seed in seeds]
 
@@ -144,7 +165,7 @@ def _efficiency_interval(group: Group, mode: str) -> Interval | None:
     rounds = efficiencies_by_round(group, mode)
     if len(rounds) != 1:
         return student_interval(rounds)
-    samples = [_epoch_speeds(group.by_mode[one]) for one in (mode, *group.solos)]
+    samples = [_epoch_speeds(group.timed(one)) for one in (mode, *group.solos)]
     return bootstrap_interval(samples, lambda drawn: mean(drawn[0]) / sum(mean(solo) for solo in drawn[1:]))
 
 
@@ -152,9 +173,18 @@ def _epoch_speeds(runs: Sequence[SuiteRun]) -> list[float]:
     return [epoch.samples / epoch.seconds for run in runs for epoch in after_warm_up(run.epochs)]
 
 
-def _time_to_target_s(run: SuiteRun) -> float | None:
+def _epochs_to_target(run: SuiteRun) -> int | None:
     subject = run.subject
-    return time_to_target_s(run.epochs, subject.target, larger_is_better=subject.larger_is_better)
+    return epochs_to_target(run.epochs, subject.target, larger_is_better=subject.larger_is_better)
+
+
+def _time_to_target_s(run: SuiteRun, epoch_s: float | None) -> float | None:
+    """As it was measured; of an untimed run its epochs, each as long as the timed runs' epochs."""
+    subject = run.subject
+    if run.case.is_timed:
+        return time_to_target_s(run.epochs, subject.target, larger_is_better=subject.larger_is_better)
+    num_epochs = _epochs_to_target(run)
+    return None if num_epochs is None or epoch_s is None else num_epochs * epoch_s
 
 
 def _mean_known(runs: Sequence[SuiteRun], value_of: Callable[[SuiteRun], float | None]) -> float | None:
@@ -200,6 +230,7 @@ def _group_document(group: Group) -> dict[str, Any]:
         "larger_is_better": subject.larger_is_better,
         "target": subject.target,
         "devices": list(group.case.devices),
+        "timed_epochs": group.timed_epochs,
         "ideal_samples_per_s": _rounded(ideal_samples_per_s(group), 1),
         "modes": {mode: _mode_document(summary) for mode, summary in summarise_group(group).items()},
         "incomplete": [f"{run.case.mode} seed {run.case.seed}" for run in group.incomplete],
@@ -214,19 +245,21 @@ def _mode_document(summary: ModeSummary) -> dict[str, Any]:
             "ci95": _pair(summary.eval_ci95, 6),
             "values": [round(value, 6) for value in summary.evals],
         },
-        "samples_per_s": round(summary.samples_per_s, 1),
+        "samples_per_s": _rounded(summary.samples_per_s, 1),
         "efficiency": _rounded(summary.efficiency, 4),
         "efficiency_ci95": _pair(summary.efficiency_ci95, 4),
         "speedup": _rounded(summary.speedup, 4),
         "time_to_target_s": _rounded(summary.time_to_target_s, 3),
+        "epochs_to_target": list(summary.epochs_to_target),
         "target_reached": summary.num_reached,
-        "averages": round(summary.averages, 1),
+        "averages": _rounded(summary.averages, 1),
         "average_ms": _rounded(summary.average_ms, 4),
         "exposed_average_fraction": _rounded(summary.exposed_average_fraction, 6),
         "idle_s": _rounded(summary.idle_s, 3),
         "idle_s_by_cause": None if causes is None else {cause: round(seconds, 3) for cause, seconds in causes.items()},
         "epochs": summary.epochs,
         "seeds": list(summary.seeds),
+        "num_timed": len(summary.speeds),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class SweepWatcher(Protocol):
 
     def begin(self, case: Case) -> None: ...
 
-    def saw(self, message: Message) -> None: ...
+    def saw(self, case: Case, message: Message) -> None: ...
 
     def ended(self, run: SuiteRun) -> None: ...
 
@@ -60,12 +61,16 @@ def run_sweep(planned: Sequence[Planned], *, output: Path, watcher: SweepWatcher
             runs.append(run)
             continue
         watcher.begin(one.case)
-        # The key in its name says whose it is: an earlier try of this very case that did not get to its end.
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder)
         try:
-            runs.append(run_case(one, folder, on_message=watcher.saw))
+            runs.append(run_case(one, folder, on_message=partial(watcher.saw, one.case)))
             watcher.ended(runs[-1])
         except OutriderError as error:
             failures.append((one.case, error))
             watcher.failed(one.case, error)
     return Swept(runs=tuple(runs), failures=tuple(failures))
+
+
+def clear(folder: Path) -> None:
+    """The key in its name says whose it is: an earlier try of this very case that did not get to its end."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.bench.report.model_tables import evaluation, time_to_target
+from outrider.bench.report.timing_words import epochs_words, timing_hint
 from outrider.bench.suite.groups import Group, group_runs
 from outrider.bench.suite.runs import SuiteRun
 from outrider.bench.suite.summary import ModeSummary, document, ideal_samples_per_s, summarise_group
@@ -24,12 +25,14 @@ def render_runs(runs: Sequence[SuiteRun]) -> str:
 
 def _render_group(group: Group) -> str:
     case, subject = group.case, group.subject
-    head = f"{group.name} on {case.data_name}: {case.epochs} epochs, batch {case.batch_size}"
+    head = f"{group.name} on {case.data_name}: {epochs_words(group)}, batch {case.batch_size}"
     unit = " %" if subject.metric == "accuracy" else ""
     headers = ("mode", f"{subject.metric}{unit}", "samples/s", "effic.", "speed-up", "to target")
     rows = [_row(group, one) for one in summarise_group(group).values()]
     ideal = f"ideal {number(ideal_samples_per_s(group), ',.0f')} samples/s ({' + '.join(group.solos)})"
-    return "\n".join([head, text_table(headers, rows), f"{ideal}; target {number(subject.target, 'g')}"])
+    foot = f"{ideal}; target {number(subject.target, 'g')}"
+    notes = [timing_hint(group)] if group.has_untimed else []
+    return "\n".join([head, text_table(headers, rows), foot, *notes])
 
 
 def _row(group: Group, summary: ModeSummary) -> list[str]:
