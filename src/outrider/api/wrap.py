@@ -14,7 +14,6 @@ from torch import nn
 from outrider.api.options import SessionOptions
 from outrider.api.session import Session, open_session
 from outrider.average.arena import Arena
-from outrider.average.collective import GroupCollective
 from outrider.average.primitives import Primitives
 from outrider.errors import ConfigError
 
@@ -104,7 +103,7 @@ def _primitives(arena: Arena, session: Session) -> Primitives | None:
     world, backend = session.world, session.backend
     assert backend is not None
     device = session.device if backend.backend == "nccl" else torch.device("cpu")
-    collective = GroupCollective(world.group_for(backend.backend), what="what was wrapped")
+    collective = world.collective_for(backend.backend, what="what was wrapped")
     return Primitives(arena, collective, rank=world.rank, world_size=world.size, device=device)
 
 

@@ -36,6 +36,23 @@ class Collective(Protocol):
         """Raise where a peer is known to be lost; asked while a wait for the device lasts."""
 
 
+class RankCollective(Collective, Protocol):
+    """What the averages of a rank need beyond it."""
+
+    backend: str
+    """How sums travel, in a word or two."""
+    rank: int
+    world_size: int
+
+    def start_sum_(self, tensor: Tensor) -> Started: ...
+
+    def wait(self, sums: Sequence[Started]) -> None: ...
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]: ...
+
+    def finish(self, timeout_s: float) -> None: ...
+
+
 class Exchanged(Protocol):
     """What `meet` brings together: Exchange and GradientExchange."""
 
@@ -70,7 +87,7 @@ class GroupCollective:
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "parameters") -> None:
         self._group = group
         self._what = what
-        self.backend = dist.get_backend(group)
+        self.backend: str = dist.get_backend(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._communicator = _nccl_backend(group) if self.backend == "nccl" else None
@@ -100,12 +117,7 @@ class GroupCollective:
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """The integers of every rank, in rank order."""
-        device = "cuda" if self.backend == "nccl" else "cpu"
-        table = torch.zeros(self.world_size, len(values), dtype=torch.int64, device=device)
-        table[self.rank] = torch.tensor(values, dtype=torch.int64)
-        self.sum_([table])
-        rows: list[list[int]] = table.tolist()
-        return rows
+        return gather_by_sum(self, values, device="cuda" if self.backend == "nccl" else "cpu")
 
     def check_peers(self) -> None:
         """NCCL tells nobody of a peer that went away: what waits for it on the device just never ends."""
@@ -155,11 +167,20 @@ class GroupCollective:
         )
 
 
+def gather_by_sum(collective: RankCollective, values: Sequence[int], *, device: str) -> list[list[int]]:
+    """The integers of every rank: each fills its own row of a table of zeros."""
+    table = torch.zeros(collective.world_size, len(values), dtype=torch.int64, device=device)
+    table[collective.rank] = torch.tensor(values, dtype=torch.int64)
+    collective.sum_([table])
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
 @torch.no_grad()
 def meet(exchanges: Sequence[Exchanged]) -> None:
     """Sum the wires of exchanges of one process in rank order and give each the sum; counters take the maximum.
 
-    For two ranks this is bit-identical to Gloo, which for more adds in another order.
+    These are the bits of NeighbourCollective; of Gloo for two ranks, since for more it adds in another order.
     """
     first, *others = sorted(exchanges, key=lambda exchange: exchange.rank)
     for other in others:

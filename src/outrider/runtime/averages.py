@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from outrider.average.checks import Verifier
-from outrider.average.collective import GroupCollective
 from outrider.average.device import DeviceAverager
 from outrider.average.exchange import Exchange
 from outrider.average.facts import Settled
@@ -30,6 +29,9 @@ from outrider.runtime.world import World
 
 class Averages(Protocol):
     """What the driver needs."""
+
+    @property
+    def transport(self) -> str: ...
 
     def start_from_rank_zero(self) -> None: ...
     def average(self, samples: int, facts: Sequence[float]) -> Settled: ...
@@ -54,6 +56,8 @@ def make_averages(replica: Replica | LoopReplica, world: World, *, backend: str,
 
 class SoloAverages:
     """A world of one: its own facts come back, its parameters are left alone to the bit."""
+
+    transport = "none"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -103,7 +107,7 @@ class GroupAverages:
         _check_layouts(replica, world)
         self._replica = replica
         device = replica.device if backend == "nccl" else torch.device("cpu")
-        self._collective = GroupCollective(world.group_for(backend))
+        self._collective = world.collective_for(backend)
         self._exchange = Exchange(
             replica.arena,
             rank=world.rank,
@@ -116,7 +120,7 @@ class GroupAverages:
             replica.arena, rank=world.rank, world_size=world.size, num_facts=NUM_FACTS, device=device
         )
         self._overlap = Overlap(self._gradients, self._collective)
-        # Gloo sums on the cores that compute: on one machine an overlap costs more than it saves (2.4 % for ResNet-50).
+        # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
         self._pays_to_overlap = backend == "nccl" or len(set(world.hosts)) > 1
         verifier = Verifier(world.rank, self._collective.gather) if verify else None
         averager = DeviceAverager if backend == "nccl" else HostAverager
@@ -124,6 +128,11 @@ class GroupAverages:
         self._timeout_s = world.timeout_s
         self._batches_by_rank = [0.0] * world.size
         self._has_optimizer = False
+
+    @property
+    def transport(self) -> str:
+        """How sums travel: in shared memory, over gloo or nccl."""
+        return self._collective.backend
 
     def start_from_rank_zero(self) -> None:
         """Everybody gets rank 0's parameters and buffers; they are the first common point."""

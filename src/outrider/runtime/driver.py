@@ -72,6 +72,8 @@ class Driver:
         if isinstance(replica, Replica) and replica.device.type == "cuda":
             self.clock = DeviceClock(replica.device)
             self._shared_clock = SharedClock(replica.device)
+        if replica.rank == 0:
+            recorder.event("transport", value=averages.transport)
         self.window_log = WindowLog(recorder, slept_s=lambda: throttle.slept_s)
         self.account = AverageAccount()
         self.windows = 0

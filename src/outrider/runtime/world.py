@@ -6,6 +6,7 @@ Does not decide what is averaged or when. Called by the rank driver, once per pr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +30,9 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from outrider.average.collective import GroupCollective, RankCollective
+from outrider.average.doorway import NoDoorway
+from outrider.average.neighbours import NeighbourCollective
 from outrider.errors import ConfigError, DeviceError, PeerLostError, WaitError, nearest
 from outrider.machine.devices import DeviceSpec, parse_devices
 from outrider.runtime import nccl, slice_check
@@ -176,6 +181,16 @@ class World:
         if backend == "nccl":
             return self._join_nccl()
         return self._new_group("gloo")
+
+    def collective_for(self, backend: str, *, what: str = "parameters") -> RankCollective:
+        """What averages with this backend meet in: memory that all see where all are on one machine, else a group."""
+        if backend == "cpu" and len(set(self.hosts)) == 1:
+            with contextlib.suppress(NoDoorway):
+                exchange = partial(self.exchange_json, name="doorways")
+                neighbours = NeighbourCollective.open(self.rank, exchange=exchange, timeout_s=self.timeout_s, what=what)
+                self._undo.callback(neighbours.close)
+                return neighbours
+        return GroupCollective(self.group_for(backend), what=what)
 
     def _join_nccl(self) -> dist.ProcessGroup:
         if not self._nccl_groups:
