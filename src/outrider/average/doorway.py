@@ -26,6 +26,8 @@ from outrider.errors import OutriderError
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
 """Tells all ranks a value and returns those of all, in their order."""
+MEET_S = 30.0
+"""All ranks come at the same time; where one cannot reach another, the others need not wait for long."""
 _HELLO = struct.Struct("<I")
 # A socket's path may have 107 characters, of which our folder's name takes about 40.
 _MAX_BASE_LENGTH = 60
@@ -53,14 +55,14 @@ class Neighbours:
             connection.close()
 
 
-def meet_neighbours(rank: int, num_bytes: int, *, exchange: Exchange, timeout_s: float) -> Neighbours:
+def meet_neighbours(rank: int, num_bytes: int, *, exchange: Exchange) -> Neighbours:
     """Called by every rank; raises `NoDoorway` on all of them where one cannot."""
     with contextlib.ExitStack() as stack:
         doorway = _try(lambda: stack.enter_context(_Doorway.open(num_bytes)))
         paths = exchange(None if doorway is None else doorway.path)
         _refuse([other for other, path in enumerate(paths) if path is None], rank)
         assert doorway is not None, "this rank has told its path"
-        neighbours = _try(lambda: doorway.meet(rank, paths, timeout_s=timeout_s))
+        neighbours = _try(lambda: doorway.meet(rank, paths))
         have_met = exchange(neighbours is not None)
         try:
             _refuse([other for other, has_met in enumerate(have_met) if not has_met], rank)
@@ -113,20 +115,20 @@ class _Doorway:
             listener.listen()
             yield cls(path=path, listener=listener, file=file, num_bytes=num_bytes)
 
-    def meet(self, rank: int, paths: Sequence[str], *, timeout_s: float) -> Neighbours:
+    def meet(self, rank: int, paths: Sequence[str]) -> Neighbours:
         """Go to all ranks before this one, let all those after it come."""
         memories: dict[int, Tensor] = {rank: self._map(os.dup(self.file))}
         with contextlib.ExitStack() as undo:
             connections: dict[int, socket.socket] = {}
             for other in range(rank):
                 connections[other] = undo.enter_context(socket.socket(socket.AF_UNIX))
-                connections[other].settimeout(timeout_s)
+                connections[other].settimeout(MEET_S)
                 connections[other].connect(paths[other])
                 self._show(connections[other], rank)
-            self.listener.settimeout(timeout_s)
+            self.listener.settimeout(MEET_S)
             for _ in range(rank + 1, len(paths)):
                 connection = undo.enter_context(self.listener.accept()[0])
-                connection.settimeout(timeout_s)
+                connection.settimeout(MEET_S)
                 other, memories[other] = self._see(connection)
                 connections[other] = connection
                 self._show(connection, rank)

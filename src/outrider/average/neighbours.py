@@ -45,7 +45,7 @@ class NeighbourCollective:
     @classmethod
     def open(cls, rank: int, *, exchange: Exchange, timeout_s: float, what: str = "parameters") -> NeighbourCollective:
         """By all ranks together; raises `NoDoorway` on all of them where they cannot share memory."""
-        neighbours = meet_neighbours(rank, 2 * PIECE_BYTES, exchange=exchange, timeout_s=timeout_s)
+        neighbours = meet_neighbours(rank, 2 * PIECE_BYTES, exchange=exchange)
         return cls(neighbours, what=what, timeout_s=timeout_s)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
