@@ -98,7 +98,7 @@ def no_doorway(rank: int, exchange: Callable[[Any], list[Any]]) -> str | None:
     try:
         meet_neighbours(rank, 64, exchange=exchange)
     except NoDoorway as error:
-        return error.message
+        return str(error)
     finally:
         tempfile.tempdir = None
     return None

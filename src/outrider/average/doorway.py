@@ -21,8 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.errors import OutriderError
-
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
 """Tells all ranks a value and returns those of all, in their order."""
@@ -33,7 +31,7 @@ _HELLO = struct.Struct("<I")
 _MAX_BASE_LENGTH = 60
 
 
-class NoDoorway(OutriderError):
+class NoDoorway(Exception):
     """Ranks cannot share memory here; sums travel another way."""
 
 
@@ -60,12 +58,12 @@ def meet_neighbours(rank: int, num_bytes: int, *, exchange: Exchange) -> Neighbo
     with contextlib.ExitStack() as stack:
         doorway = _try(lambda: stack.enter_context(_Doorway.open(num_bytes)))
         paths = exchange(None if doorway is None else doorway.path)
-        _refuse([other for other, path in enumerate(paths) if path is None], rank)
+        _refuse([other for other, path in enumerate(paths) if path is None])
         assert doorway is not None, "this rank has told its path"
         neighbours = _try(lambda: doorway.meet(rank, paths))
         have_met = exchange(neighbours is not None)
         try:
-            _refuse([other for other, has_met in enumerate(have_met) if not has_met], rank)
+            _refuse([other for other, has_met in enumerate(have_met) if not has_met])
         except NoDoorway:
             if neighbours is not None:
                 neighbours.close()
@@ -74,11 +72,10 @@ def meet_neighbours(rank: int, num_bytes: int, *, exchange: Exchange) -> Neighbo
         return neighbours
 
 
-def _refuse(ranks: list[int], own: int) -> None:
+def _refuse(ranks: list[int]) -> None:
     if ranks:
-        several = len(ranks) > 1
         listed = ", ".join(map(str, ranks))
-        raise NoDoorway(f"rank{'s' if several else ''} {listed} cannot share memory with the others", rank=own)
+        raise NoDoorway(f"rank{'s' if len(ranks) > 1 else ''} {listed} cannot share memory with the others")
 
 
 def _try(attempt: Callable[[], T]) -> T | None:
