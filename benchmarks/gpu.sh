@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The runs behind the GPU tables, stage by stage; every stage goes on where it stopped.
+#
+#   bash benchmarks/gpu.sh STAGE DATA [OUTPUT]     STAGE: timing, accuracy, others, iteration, scaling
+#
+# DATA is the folder with cifar-10, mnist and shakespeare. Two slices of one GPU stand for a mismatched pair: the shares
+# in PAIR give solo speeds of about 2.5 to 1 on an H200. OUTRIDER is the command, where it is not installed.
+set -euo pipefail
+
+stage=${1:?which stage} data=${2:?where the data lies} output=${3:-runs/gpu}
+read -ra outrider <<<"${OUTRIDER:-outrider}"
+pair=${PAIR:-cuda:0%80,cuda:0%16}
+equal=cuda:0%50,cuda:0%50
+ours=nccl-sync,nccl-balanced,nccl-cadence,nccl-async,cpu-sync,cpu-balanced,cpu-cadence,cpu-async
+few=solo-0,nccl-async,cpu-async,nccl-balanced
+
+sweep() {
+  "${outrider[@]}" bench sweep --devices "$pair" --data "$data" --output "$output" \
+    --set precision=bf16 --set threads_per_rank=1 "$@"
+}
+untimed() { sweep --epochs 200 --jobs "${JOBS:-7}" "$@"; }
+
+case $stage in
+  timing) # every mode alone on the card, ten epochs after the first, three rounds
+    sweep --models resnet20 --modes "solo-0,solo-1,independent,ddp,$ours" --epochs 11 --seeds 3
+    sweep --models resnet20-graph --modes solo-0,graph-sync --epochs 11 --seeds 3
+    ;;
+  accuracy) # 200 epochs, several runs at a time
+    untimed --models resnet20 --modes "solo-0,solo-1,$ours" --seeds 1
+    untimed --models resnet20-graph --modes graph-sync --seeds 1
+    untimed --models resnet20 --modes "$few" --seeds 3
+    ;;
+  others) # the other models, five epochs each
+    sweep --models logistic,mlp,lenet,conv-ae,char-rnn,gpt-nano --modes "solo-0,solo-1,independent,$ours" --seeds 3
+    ;;
+  iteration) # torch DDP against sync, eager against captured
+    mkdir -p "$output"
+    for execution in eager graph; do
+      "${outrider[@]}" bench iteration --model resnet50 --devices "$equal" --execution "$execution" \
+        --json "$output/iteration_$execution.json"
+    done
+    ;;
+  scaling) # one device, DDP, FSDP2 and the policies
+    mkdir -p "$output"
+    "${outrider[@]}" bench scaling --model resnet34 --devices "$equal" --data "$data" --json "$output/scaling.json"
+    ;;
+  *)
+    echo "unknown stage $stage: timing, accuracy, others, iteration or scaling" >&2
+    exit 2
+    ;;
+esac
