@@ -15,7 +15,7 @@ ours=nccl-sync,nccl-balanced,nccl-cadence,nccl-async,cpu-sync,cpu-balanced,cpu-c
 few=solo-0,nccl-async,cpu-async,nccl-balanced
 
 sweep() {
-  "${outrider[@]}" bench sweep --devices "$pair" --data "$data" --output "$output" \
+  "${outrider[@]}" bench sweep --preset full --devices "$pair" --data "$data" --output "$output" \
     --set precision=bf16 --set threads_per_rank=1 "$@"
 }
 untimed() { sweep --epochs 200 --jobs "${JOBS:-7}" "$@"; }
