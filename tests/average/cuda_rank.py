@@ -51,7 +51,7 @@ def move(model: nn.Module, seed: int) -> None:
 
 def make(rank: int, device: str, collective: GroupCollective, *, outer: Outer | None = None) -> Averager:
     model = build(device)
-    on = "cuda" if collective.backend == "nccl" else "cpu"
+    on = "cuda" if collective.transport == "nccl" else "cpu"
     exchange = Exchange(Arena(model), rank=rank, world_size=2, num_facts=1, outer=outer, device=on)
     exchange.model = model  # type: ignore[attr-defined]
     kind: Callable[..., Averager] = DeviceAverager if on == "cuda" else HostAverager
@@ -107,7 +107,7 @@ def early_read(rank: int, collective: GroupCollective) -> str:
 
 
 def shared_gradients(rank: int, collective: GroupCollective) -> list[float]:
-    on = "cuda" if collective.backend == "nccl" else "cpu"
+    on = "cuda" if collective.transport == "nccl" else "cpu"
     model = nn.Linear(2, 1).cuda()
     exchange = GradientExchange(Arena(model), rank=rank, world_size=2, num_facts=0, device=on)
     model(torch.full((1, 2), float(rank + 1), device="cuda")).sum().backward()

@@ -12,14 +12,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from outrider.errors import ConfigError, OutriderError, PeerLostError, StepError, WaitError
@@ -29,6 +27,7 @@ from outrider.runtime.messages import Link, Message
 
 TWO = parse_devices("cpu,cpu@0.4")
 FOREVER_S = 600
+WaitUntilGone = Callable[[list[int]], None]
 
 
 def start(target: Callable[..., None], log_dir: Path, **payload: object) -> Ranks:
@@ -49,11 +48,6 @@ def failure(ranks: Ranks) -> OutriderError:
         with pytest.raises(OutriderError) as caught:
             ranks.raise_error()
     return caught.value
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
-    assert not alive
 
 
 # Targets, as a user would write them in a module.
@@ -265,7 +259,7 @@ def test_a_rank_that_exits_without_a_word_has_failed_whatever_its_code(tmp_path:
     assert error.message == "rank 1 (cpu@0.4) ended with exit code 0 before it was done"
 
 
-def test_what_a_dead_rank_started_is_ended_with_it(tmp_path: Path) -> None:
+def test_what_a_dead_rank_started_is_ended_with_it(tmp_path: Path, wait_until_gone: WaitUntilGone) -> None:
     with start(leave_a_helper_and_die, tmp_path) as ranks:
         pids = [message.fields["pid"] for message in ranks.messages()]
     assert len(pids) == 2
@@ -343,76 +337,3 @@ def test_ranks_cannot_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as caught:
         start(hang, tmp_path)
     assert caught.value.message == "ranks cannot be started from inside rank 1"
-
-
-# Starters in processes of their own.
-
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-from outrider.machine.devices import parse_devices
-from outrider.runtime.launch import launch
-
-def work(link):
-    link.send("pid", pid=os.getpid())
-    time.sleep(float(sys.argv[2]))
-
-ranks = launch(work, {}, devices=parse_devices("cpu,cpu"), log_dir=Path(sys.argv[1]))
-print(ranks.next_message().fields["pid"], ranks.next_message().fields["pid"], flush=True)
-"""
-
-
-@pytest.fixture
-def run_script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start SCRIPT, a program without a guard around its main part, with some last lines of its own."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(last_lines: str, *, sleep_s: float) -> subprocess.Popen[str]:
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT + textwrap.dedent(last_lines))
-        command = [sys.executable, str(script), str(tmp_path / "logs"), str(sleep_s)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def pids_told_by(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout is not None
-    return [int(pid) for pid in process.stdout.readline().split()]
-
-
-def test_a_script_without_a_guard_runs_its_ranks(run_script: Callable[..., subprocess.Popen[str]]) -> None:
-    process = run_script("print(list(ranks.messages())); ranks.raise_error()", sleep_s=0)
-    output, complaints = process.communicate(timeout=60)
-    assert (process.returncode, output.splitlines()[1:], complaints) == (0, ["[]"], "")
-
-
-def test_ctrl_c_ends_all_ranks_and_is_raised_again(run_script: Callable[..., subprocess.Popen[str]]) -> None:
-    process = run_script("ranks.wait()", sleep_s=FOREVER_S)
-    pids = pids_told_by(process)
-    process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=60)
-    assert complaints.rstrip().endswith("KeyboardInterrupt")
-    assert len(pids) == 2
-    wait_until_gone(pids)
-
-
-def test_a_program_that_ends_without_waiting_ends_its_ranks(run_script: Callable[..., subprocess.Popen[str]]) -> None:
-    process = run_script("", sleep_s=FOREVER_S)
-    output, complaints = process.communicate(timeout=60)
-    assert (process.returncode, complaints) == (0, "")
-    wait_until_gone([int(pid) for pid in output.split()])
-
-
-def test_ranks_do_not_outlive_a_starter_that_was_killed(run_script: Callable[..., subprocess.Popen[str]]) -> None:
-    process = run_script("ranks.wait()", sleep_s=FOREVER_S)
-    pids = pids_told_by(process)
-    process.kill()
-    process.wait(timeout=60)
-    assert len(pids) == 2
-    wait_until_gone(pids)

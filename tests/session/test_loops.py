@@ -1,4 +1,4 @@
-"""What a user's own loop can be: loaders, accumulation, schedules, clipping, bf16, compiled models, several passes."""
+"""What a user's own loop can be: accumulation, schedules, clipping, bf16, compiled models, several passes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import outrider
-from outrider.data.order import shuffled
 
 SEED, SIZE = 5, 40
 OpenSession = Callable[..., outrider.Session]
@@ -48,105 +47,12 @@ def data(size: int = SIZE) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def numbers(size: int = SIZE) -> TensorDataset:
-    return TensorDataset(torch.arange(size))
-
-
 def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), rate)
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def tens(samples: list[tuple[Tensor]]) -> list[int]:
-    return [10 * int(sample[0]) for sample in samples]
-
-
-# Data
-
-
-def test_a_data_loader_brings_its_batch_size_and_its_order(session: OpenSession, model: nn.Module) -> None:
-    with session() as s:
-        s.prepare(model, sgd(model))
-        seen = [batch.tolist() for (batch,) in s.batches(DataLoader(numbers(5), batch_size=2))]
-    assert seen == [[0, 1], [2, 3], [4]]
-
-
-def test_a_data_loader_that_shuffles_is_shuffled_by_seed_and_epoch(session: OpenSession, model: nn.Module) -> None:
-    loader = DataLoader(numbers(), batch_size=SIZE, shuffle=True)
-    with session() as s:
-        s.prepare(model, sgd(model))
-        seen = [batch.tolist() for _ in s.epochs(2) for (batch,) in s.batches(loader)]
-    assert seen == [shuffled(SIZE, seed=SEED, epoch=epoch).tolist() for epoch in range(2)]
-
-
-def test_a_data_loader_brings_its_collation(session: OpenSession, model: nn.Module) -> None:
-    with session() as s:
-        s.prepare(model, sgd(model))
-        seen = list(s.batches(DataLoader(numbers(4), batch_size=2, collate_fn=tens)))
-    assert seen == [[0, 10], [20, 30]]
-
-
-def test_what_is_said_stands_above_what_a_data_loader_says(session: OpenSession, model: nn.Module) -> None:
-    with session() as s:
-        s.prepare(model, sgd(model))
-        seen = list(s.batches(DataLoader(numbers(4), batch_size=2), batch_size=4, collate=tens))
-    assert seen == [[0, 10, 20, 30]]
-
-
-def test_a_data_set_may_be_collated_differently_the_next_time(session: OpenSession, model: nn.Module) -> None:
-    same = numbers(4)
-    with session() as s:
-        s.prepare(model, sgd(model))
-        first = list(s.batches(same, batch_size=4, shuffle=False, collate=tens))
-        second = list(s.batches(same, batch_size=4, shuffle=False, collate=len))
-    assert (first, second) == ([[0, 10, 20, 30]], [4])
-
-
-def test_every_sample_comes_once_without_epochs_too(session: OpenSession, model: nn.Module) -> None:
-    with session() as s:
-        s.prepare(model, sgd(model))
-        passes = [[int(n) for (batch,) in s.batches(numbers(), batch_size=7) for n in batch] for _ in range(2)]
-    assert [sorted(one) for one in passes] == [list(range(SIZE))] * 2
-    assert passes[0] != passes[1]
-
-
-def test_an_epoch_may_go_over_two_data_sets(session: OpenSession, model: nn.Module) -> None:
-    with session() as s:
-        s.prepare(model, sgd(model))
-        for _ in s.epochs(1):
-            sizes = [len(batch[0]) for one in (data(10), data(6)) for batch in s.batches(one, batch_size=4)]
-        assert s.metrics is not None
-        assert s.metrics.samples == 16
-    assert sizes == [4, 4, 2, 4, 2]
-
-
-class Opened(Dataset[Tensor]):
-    """Says how many of its kind are held by anyone."""
-
-    alive = 0
-
-    def __init__(self) -> None:
-        Opened.alive += 1
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.zeros(1)
-
-    def __del__(self) -> None:
-        Opened.alive -= 1
-
-
-def test_a_loop_that_makes_new_data_every_time_does_not_keep_it_all(session: OpenSession, model: nn.Module) -> None:
-    with session() as s:
-        s.prepare(model, sgd(model))
-        for _ in range(20):
-            list(s.batches(Opened(), batch_size=4))
-        assert Opened.alive < 10
 
 
 # Steps

@@ -39,7 +39,7 @@ class Collective(Protocol):
 class RankCollective(Collective, Protocol):
     """What the averages of a rank need beyond it."""
 
-    backend: str
+    transport: str
     """How sums travel, in a word or two."""
     rank: int
     world_size: int
@@ -87,10 +87,10 @@ class GroupCollective:
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "parameters") -> None:
         self._group = group
         self._what = what
-        self.backend: str = dist.get_backend(group)
+        self.transport: str = dist.get_backend(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._communicator = _nccl_backend(group) if self.backend == "nccl" else None
+        self._communicator = _nccl_backend(group) if self.transport == "nccl" else None
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         self._all_reduce(tensors, dist.ReduceOp.SUM)
@@ -117,12 +117,12 @@ class GroupCollective:
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """The integers of every rank, in rank order."""
-        return gather_by_sum(self, values, device="cuda" if self.backend == "nccl" else "cpu")
+        return gather_by_sum(self, values, device="cuda" if self.transport == "nccl" else "cpu")
 
     def check_peers(self) -> None:
         """NCCL tells nobody of a peer that went away: what waits for it on the device just never ends."""
         if self._communicator is not None and self._communicator.get_error() != ErrorType.SUCCESS:
-            raise self._lost(f"over {self.backend}: its communicator failed")
+            raise self._lost(f"over {self.transport}: its communicator failed")
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all that was started is done on the device as well; with Gloo it already is."""
@@ -145,12 +145,12 @@ class GroupCollective:
     def _guarded(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         for tensor in tensors:
             # Gloo has had races between host and device with CUDA tensors; the host path makes its own copies.
-            assert tensor.is_cuda == (self.backend == "nccl"), f"{self.backend} was handed a {tensor.device} tensor"
+            assert tensor.is_cuda == (self.transport == "nccl"), f"{self.transport} was handed a {tensor.device} tensor"
         try:
             yield
         except RuntimeError as error:
             num_bytes = sum(tensor.nbytes for tensor in tensors)
-            raise self._lost(f"({num_bytes:,} bytes over {self.backend}): {_first_line(error)}") from error
+            raise self._lost(f"({num_bytes:,} bytes over {self.transport}): {_first_line(error)}") from error
 
     def _lost(self, trouble: str) -> PeerLostError:
         return PeerLostError(

@@ -32,7 +32,7 @@ class NeighbourCollective:
     """
 
     def __init__(self, neighbours: Neighbours, *, what: str, timeout_s: float) -> None:
-        self.backend = "shared memory"
+        self.transport = "shared memory"
         self.rank = neighbours.rank
         self.world_size = len(neighbours.memories)
         self._neighbours = neighbours
@@ -118,7 +118,7 @@ class NeighbourCollective:
 
     @contextlib.contextmanager
     def _watched(self, rank: int, num_bytes: int) -> Iterator[None]:
-        cargo = f"{self._what} ({num_bytes:,} bytes in {self.backend})"
+        cargo = f"{self._what} ({num_bytes:,} bytes in {self.transport})"
         try:
             yield
         except TimeoutError as error:

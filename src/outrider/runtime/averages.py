@@ -132,7 +132,7 @@ class GroupAverages:
     @property
     def transport(self) -> str:
         """How sums travel: in shared memory, over gloo or nccl."""
-        return self._collective.backend
+        return self._collective.transport
 
     def start_from_rank_zero(self) -> None:
         """Everybody gets rank 0's parameters and buffers; they are the first common point."""
