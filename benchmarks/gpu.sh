@@ -40,9 +40,13 @@ case $stage in
         --json "$output/iteration_$execution.json"
     done
     ;;
-  scaling) # one device, DDP, FSDP2 and the policies
+  scaling) # one device, DDP, FSDP2 and the policies, on the mismatched pair and on equal slices
     mkdir -p "$output"
-    "${outrider[@]}" bench scaling --model resnet34 --devices "$equal" --data "$data" --json "$output/scaling.json"
+    for devices in "$pair" "$equal"; do
+      name=scaling_$([[ $devices == "$equal" ]] && echo equal || echo pair)
+      "${outrider[@]}" bench scaling --model resnet34 --devices "$devices" --data "$data" \
+        --output "$output/$name" --json "$output/$name.json"
+    done
     ;;
   *)
     echo "unknown stage $stage: timing, accuracy, others, iteration or scaling" >&2
