@@ -1,4 +1,4 @@
-"""Gradients of more than one bucket over NCCL: sums that begin during backward, and steps that nobody waits in."""
+"""Gradients of more than one bucket over NCCL, in steps that nobody waits in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def trained(train_all: Callable[..., dict[str, Any]]) -> dict[str, dict[str, tor
     return {name: load_file(run.run_dir / "model.safetensors") for name, run in runs.items()}
 
 
-@pytest.mark.parametrize("name", ["eager", "graph", "host"])
-def test_two_ranks_equal_one_on_the_whole_batch(trained: dict[str, dict[str, torch.Tensor]], name: str) -> None:
+# A captured step reads its learning rate from a float32 tensor, as torch's fused optimizers do.
+@pytest.mark.parametrize(("name", "atol"), [("eager", 1e-11), ("graph", 1e-8), ("host", 1e-11)])
+def test_two_ranks_equal_one_on_the_whole_batch(
+    trained: dict[str, dict[str, torch.Tensor]], name: str, atol: float
+) -> None:
     for key, expected in trained["alone"].items():
-        torch.testing.assert_close(trained[name][key], expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(trained[name][key], expected, rtol=0, atol=atol)

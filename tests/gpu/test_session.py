@@ -43,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_session_trains_over_nccl(folder: Path, policy: str) -> None:
     record = json.loads((folder / f"plain-{policy}" / "run" / "record.json").read_text())
     assert (record["status"], record["backend"]) == ("finished", "nccl")
-    assert record["epochs"][1]["loss"] < record["epochs"][0]["loss"]
+    facts = json.loads((folder / f"plain-{policy}" / "plain0.json").read_text())
+    assert facts["together"] > 0.8
 
 
 @pytest.mark.parametrize("case", ["plain-sync/plain", "plain-cadence/plain", "leaving-sync/leaving"])

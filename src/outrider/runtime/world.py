@@ -182,6 +182,16 @@ class World:
             return self._join_nccl()
         return self._new_group("gloo")
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether two ranks are on one GPU, in slices or in turns.
+
+        Nothing may then be summed on it while others compute: cuDNN's BatchNorm for channels_last waits inside its
+        kernel until all its blocks have a multiprocessor, NCCL's sum until the other rank gets there, and each can hold
+        what the other waits for.
+        """
+        return nccl.share_gpus(self._seats)
+
     def collective_for(self, backend: str, *, what: str = "parameters") -> RankCollective:
         """What averages with this backend meet in: memory that all see where all are on one machine, else a group."""
         if backend == "cpu" and len(set(self.hosts)) == 1:
