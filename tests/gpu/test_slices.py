@@ -9,8 +9,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch import nn
 
+from outrider.bench.models.imagenet_resnet import resnet34
 from outrider.errors import StepError
 
 PAIR = "cuda:0%70,cuda:0%12"
@@ -108,3 +110,31 @@ def test_the_death_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(failur
 @pytest.mark.usefixtures("runs", "failures")
 def test_no_daemon_is_left_behind() -> None:
     assert [process for process in psutil.process_iter() if process.name().startswith("nvidia-cuda-mps")] == []
+
+
+def make_resnet34() -> nn.Module:
+    return resnet34(num_classes=10)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def test_batch_norms_of_large_models_do_not_wait_for_each_other(train_all: TrainAll) -> None:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(8_192, 3, 32, 32, generator=generator), torch.randint(10, (8_192,), generator=generator)
+    run = train_all(
+        convolutions={
+            "model": make_resnet34,
+            "optimizer": sgd,
+            "dataset": images,
+            "batch_size": 512,
+            "epochs": 2,
+            "devices": "cuda:0%80,cuda:0%16",
+            "policy": "sync",
+            "backend": "nccl",
+            "verify": False,
+        }
+    )["convolutions"]
+    assert run.error is None
+    assert len(run.epochs) == 2

@@ -46,12 +46,6 @@ def test_from_2_30_on_it_takes_ranks_that_share_a_gpu(version: str) -> None:
     assert told == OURS_TO_END | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
-def test_ranks_share_a_gpu_where_two_are_on_one_of_the_same_host() -> None:
-    cpu = Seat(device="cpu", host="box", gpu=None, nccl=None)
-    assert nccl.share_gpus([seat("a"), cpu, seat("a")])
-    assert not nccl.share_gpus([seat("a"), seat("a", host="bay"), cpu, cpu])
-
-
 def test_what_the_user_told_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.delenv("NCCL_HOSTID", raising=False)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,23 @@ def test_a_world_of_one_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("same_threads_afterwards")
+def is_flushed() -> bool:
+    return (torch.tensor(1e-38) * 0.1).item() == 0.0
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_world_on_a_cpu_takes_tiny_numbers_for_zero_and_leaves_the_process_as_it_was(before: bool) -> None:
+    if not torch.set_flush_denormal(before):
+        pytest.skip("torch cannot flush tiny numbers on this processor")
+    try:
+        with World.alone(lonely_link()), ThreadPoolExecutor(1) as pool:
+            assert is_flushed()
+            assert pool.submit(is_flushed).result()
+        assert is_flushed() == before
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_a_rank_that_never_starts_is_named_and_nothing_is_left() -> None:
     with pytest.raises(WaitError) as caught:
         World.join(lonely_link("cpu,cpu", world_size=2), timeout_s=0.5)

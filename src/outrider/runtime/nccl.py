@@ -71,7 +71,7 @@ def check_versions(seats: Sequence[Seat]) -> None:
 
 def variables(rank: int, seats: Sequence[Seat]) -> dict[str, str]:
     """What this rank's NCCL is told, where the user has not told it something else."""
-    if not share_gpus(seats):
+    if not _share_gpus(seats):
         return dict(_OURS_TO_END)
     own = seats[rank]
     if _number(own.nccl or "") >= _TAKES_SHARED_GPUS:
@@ -84,9 +84,8 @@ def variables(rank: int, seats: Sequence[Seat]) -> dict[str, str]:
     return told
 
 
-def share_gpus(seats: Sequence[Seat]) -> bool:
-    """Whether two ranks are on one GPU."""
-    places = [(seat.host, seat.gpu) for seat in seats if seat.gpu is not None]
+def _share_gpus(seats: Sequence[Seat]) -> bool:
+    places = [(seat.host, seat.gpu) for seat in seats]
     return len(set(places)) < len(places)
 
 

@@ -19,12 +19,21 @@ from outrider.replica.tuning import FormatChoice, agree, choose_memory_format
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
 
+# On two slices of a GPU ResNet-34 stood still in channels_last, and never in the model's own format (docs/log.md). Most
+# likely cuDNN's BatchNorm for channels_last waits inside its kernel for multiprocessors that neighbours hold.
+_ON_A_SLICE = FormatChoice(
+    value="contiguous", reason="on a slice, kernels of channels_last can wait for ever for what its neighbours hold"
+)
+
 
 def agree_on_format(replica: Replica, feed: Feed, *, world: World, devices: Sequence[str], recorder: Recorder) -> None:
     """Ranks that sum flat arenas need one layout; a world without CUDA devices has nothing to gain from another."""
     if replica.recipe.memory_format != "auto" or not any(name.startswith("cuda") for name in devices):
         return
-    mine = choose_memory_format(replica, _first_batch(replica, feed).batch())
+    if world.spec.share is None:
+        mine = choose_memory_format(replica, _first_batch(replica, feed).batch())
+    else:
+        mine = _ON_A_SLICE
     told = world.exchange_json(asdict(mine), name="memory formats")
     choice = agree([FormatChoice(**fields) for fields in told])
     if choice.value == "channels_last":

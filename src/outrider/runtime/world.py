@@ -120,6 +120,7 @@ class World:
         # Kept in no variable here: the traceback of an error would keep the store's port open.
         world = cls(link=link, store=_own_keys(open_store(link.environment, timeout_s=timeout_s)), timeout_s=timeout_s)
         world._undo.callback(world._drop_store)
+        world._undo.enter_context(_tiny_numbers_flushed(link))
         try:
             world._meet()
         except BaseException:
@@ -133,6 +134,7 @@ class World:
         _use_device(link)
         world = cls(link=link, store=HashStore(), timeout_s=timeout_s)
         world._undo.callback(world._drop_store)
+        world._undo.enter_context(_tiny_numbers_flushed(link))
         world.specs, world.hosts = (link.spec,), (socket.gethostname(),)
         return world
 
@@ -181,16 +183,6 @@ class World:
         if backend == "nccl":
             return self._join_nccl()
         return self._new_group("gloo")
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Whether two ranks are on one GPU, in slices or in turns.
-
-        Nothing may then be summed on it while others compute: cuDNN's BatchNorm for channels_last waits inside its
-        kernel until all its blocks have a multiprocessor, NCCL's sum until the other rank gets there, and each can hold
-        what the other waits for.
-        """
-        return nccl.share_gpus(self._seats)
 
     def collective_for(self, backend: str, *, what: str = "parameters") -> RankCollective:
         """What averages with this backend meet in: memory that all see where all are on one machine, else a group."""
@@ -321,6 +313,24 @@ def _use_device(link: Link) -> None:
         _use_cuda(link)
     elif index is not None:
         module.set_device(index)
+
+
+@contextmanager
+def _tiny_numbers_flushed(link: Link) -> Iterator[None]:
+    """On a CPU numbers below 1e-38 become zero, in threads that are started inside as well.
+
+    Momenta of weights that get no gradient any more fade to there, and x86 works on such numbers many times slower: a
+    run gets slower the longer it goes.
+    """
+    if link.spec.kind != "cpu":
+        yield
+        return
+    was_flushed = (torch.tensor(1e-38) * 0.1).item() == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(was_flushed)
 
 
 def _use_cuda(link: Link) -> None:

@@ -16,22 +16,17 @@ from outrider.replica.replica import Replica
 from outrider.runtime.rank import RunSetting
 from outrider.runtime.world import World
 
-ONE_BUCKET_MB = 100_000
-"""All gradients at once, after the backward pass."""
-
 
 @contextmanager
 def distributed_data_parallel(replica: Replica, world: World, setting: RunSetting) -> Iterator[Method]:
     group = world.group_for(setting.backend)
-    bucket_mb = ONE_BUCKET_MB if world.shares_gpus else None
-    model = DistributedDataParallel(replica.model, process_group=group, bucket_cap_mb=bucket_mb)
+    model = DistributedDataParallel(replica.model, process_group=group)
     yield Method(model=model, group=group, averages=lambda: replica.steps)
 
 
 DDP = Peer(
     name="ddp",
     title="torch DDP",
-    note="DistributedDataParallel at its defaults: gradients averaged at every step, rank 0's buffers sent before it; "
-    "in one bucket where ranks share a GPU, on which sums beside the backward pass can wait for ever",
+    note="DistributedDataParallel at its defaults: gradients averaged at every step, rank 0's buffers sent before it",
     open_method=distributed_data_parallel,
 )
