@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from outrider.bench.modes import ModeResult
+from outrider.bench.scaling import measure
 from outrider.bench.scaling.finding import finding
-from outrider.bench.scaling.measure import check_models, model_maker
-from outrider.bench.scaling.plan import ScalingPlan, jobs
+from outrider.bench.scaling.measure import check_models, compare_ways, model_maker
+from outrider.bench.scaling.plan import Job, ScalingPlan, jobs
 from outrider.bench.scaling.record import Row, ScalingRecord, document, from_document, standings
 from outrider.bench.scaling.text import render
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, StepError
 from outrider.machine.devices import parse_devices
+from outrider.runtime.metrics import EpochMetrics
 
 COUNTED = "2 of 3 epochs count: the first is warm-up; 1 run per way, so differences of a few percent may be chance."
 
@@ -175,3 +178,55 @@ def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
 
 def test_models_have_a_head_for_ten_classes() -> None:
     assert model_maker("resnet18")().fc.out_features == 10
+
+
+def epoch(number: int, seconds: float) -> EpochMetrics:
+    return EpochMetrics(
+        epoch=number,
+        loss=1.0,
+        eval=None,
+        samples=100,
+        seconds=seconds,
+        samples_per_s=100 / seconds,
+        share_by_rank=(1.0,),
+        learning_rate=0.1,
+        averages=0,
+        anchor=None,
+        drift=None,
+        exposed_average_fraction=0.0,
+        wait_fraction=0.0,
+        eval_s=0.0,
+        train_s=seconds,
+        wall_s=seconds,
+        is_complete=True,
+    )
+
+
+def test_a_way_that_fails_is_told_and_what_was_measured_before_and_after_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(job: Job, *_: Any) -> ModeResult:
+        if job.way == "ddp":
+            raise StepError("rank 1 has no memory left")
+        return ModeResult(mode=job.way, epochs=(epoch(0, 9.0), epoch(1, 2.0)), run_dir=tmp_path)
+
+    monkeypatch.setattr(measure, "_run", run)
+    plan = ScalingPlan(
+        models=("resnet18",),
+        devices=parse_devices("cpu,cpu"),
+        output=tmp_path,
+        ways=("ddp", "async"),
+        rounds=2,
+        may_download=False,
+    )
+    told: list[str] = []
+    kept: list[ScalingRecord] = []
+    found = compare_ways(plan, tell=told.append, keep=kept.append)
+    assert [(row.way, row.samples_per_s, row.obstacle) for row in found.rows] == [
+        ("single", 50.0, None),
+        ("ddp", None, "it failed: rank 1 has no memory left"),
+        ("async", 50.0, None),
+    ]
+    assert [len(one.rows) for one in kept] == [1, 2, 3, 3, 3]
+    assert kept[-1] == found
+    assert told[2] == "round 1 of 2, 2 of 3: resnet18, torch DDP on cpu,cpu: it failed: rank 1 has no memory left"

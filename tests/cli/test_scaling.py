@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[ScalingPlan]:
     """Plans that were to be run; the answer is always the same."""
     plans: list[ScalingPlan] = []
 
-    def compare_ways(plan: ScalingPlan, **_: Any) -> ScalingRecord:
+    def compare_ways(plan: ScalingPlan, *, keep: Callable[[ScalingRecord], None], **_: Any) -> ScalingRecord:
         plans.append(plan)
+        keep(RECORD)
         return RECORD
 
     monkeypatch.setattr("outrider.bench.scaling.measure.compare_ways", compare_ways)

@@ -15,6 +15,7 @@ from outrider.cli.iteration import check_folder
 
 if TYPE_CHECKING:
     from outrider.bench.scaling.plan import ScalingPlan
+    from outrider.bench.scaling.record import ScalingRecord
 
 EPILOG = "Example: outrider bench scaling --devices cuda:0,cuda:1 --model resnet34 --json scaling.json"
 
@@ -76,7 +77,8 @@ def _run(plan: ScalingPlan, json_file: Path | None) -> None:
     from outrider.cli.console import say
     from outrider.timeline.files import write_text
 
-    record = compare_ways(plan, tell=say)
-    typer.echo(render(record))
-    if json_file is not None:
-        write_text(json_file, json.dumps(document(record), indent=1))
+    def keep(record: ScalingRecord) -> None:
+        if json_file is not None:
+            write_text(json_file, json.dumps(document(record), indent=1))
+
+    typer.echo(render(compare_ways(plan, tell=say, keep=keep)))

@@ -106,8 +106,10 @@ class RankRun:
     def prepare(self) -> None:
         """Everything up to the first step; all ranks leave with the same parameters."""
         recipe, world = self.recipe, self.world
+        self.recorder.event("joined")
         self.replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
         self.feed = self._open_feed(recipe.dataset, augment=recipe.augment)
+        self.recorder.event("data open")
         check_num_samples(self.feed.num_samples, world_size=world.size)
         agree_on_format(self.replica, self.feed, world=world, devices=self.devices, recorder=self.recorder)
         self.averages = make_averages(self.replica, world, backend=self.backend, verify=self.config.verify)

@@ -89,8 +89,10 @@ class PeerRank:
         self.commit = commit() if world.rank == 0 else None
         self.history: list[EpochMetrics] = []
         self.recorder = Recorder(world.rank, origin_s=setting.origin_s)
+        self.recorder.event("joined")
         self.replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
         self.feed = make_feed(recipe.dataset, device=world.device, seed=recipe.seed, augment=recipe.augment)
+        self.recorder.event("data open")
         self.evaluation = self._open_evaluation()
         self.throttle = Throttle(world.spec.speed)
         # A process that drives several devices takes a batch for each of them.

@@ -7,7 +7,7 @@ Decides the order of runs and turns their epochs into rows; each run has process
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -25,7 +25,7 @@ from outrider.bench.scaling.plan import FSDP, SINGLE, Job, ScalingPlan, jobs
 from outrider.bench.scaling.record import Row, ScalingRecord
 from outrider.bench.tasks import Task
 from outrider.bench.zoo import ENTRIES
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, OutriderError, nearest
 from outrider.machine.devices import num_cores, threads_per_rank
 from outrider.runtime.record import commit, environment
 
@@ -36,21 +36,40 @@ _TIMEOUT_S = 3_600.0
 Tell = Callable[[str], None]
 
 
-def compare_ways(plan: ScalingPlan, *, tell: Tell) -> ScalingRecord:
-    """Run everything, rounds outermost, so that a noisy machine hurts all ways alike."""
+def compare_ways(
+    plan: ScalingPlan, *, tell: Tell, keep: Callable[[ScalingRecord], None] = lambda record: None
+) -> ScalingRecord:
+    """Run everything, rounds outermost, so that a noisy machine hurts all ways alike.
+
+    `keep` gets the record after every run; a way that fails is told with its reason and passed over.
+    """
     source = DataSource(folder=plan.data, may_download=plan.may_download, max_samples=plan.samples)
     located = locate("cifar10", source)
     tell(f"data: {located.title} ({located.reason.splitlines()[0]})")
     results: defaultdict[Job, list[ModeResult]] = defaultdict(list)
-    order = [job for job in jobs(plan) if _obstacle(job) is None]
+    obstacles = {job: reason for job in jobs(plan) if (reason := _obstacle(job)) is not None}
+    order = [job for job in jobs(plan) if job not in obstacles]
     for round_number in range(1, plan.rounds + 1):
         for number, job in enumerate(order, start=1):
-            results[job].append(_run(job, plan, located, round_number))
-            speed = samples_per_s(results[job][-1].epochs)
+            if job in obstacles:
+                continue
             place = f"round {round_number} of {plan.rounds}, {number} of {len(order)}"
-            tell(f"{place}: {job.model}, {job.title} on {_names(job)}: {speed:,.0f} samples/s")
+            try:
+                results[job].append(_run(job, plan, located, round_number))
+                outcome = f"{samples_per_s(results[job][-1].epochs):,.0f} samples/s"
+            except OutriderError as error:
+                obstacles[job] = outcome = f"it failed: {error.message}"
+            tell(f"{place}: {job.model}, {job.title} on {_names(job)}: {outcome}")
+            keep(_record(plan, located, results, obstacles))
+    return _record(plan, located, results, obstacles)
+
+
+def _record(
+    plan: ScalingPlan, located: Located, results: Mapping[Job, Sequence[ModeResult]], obstacles: Mapping[Job, str]
+) -> ScalingRecord:
+    known = [job for job in jobs(plan) if job in results or job in obstacles]
     return ScalingRecord(
-        rows=tuple(_row(job, results.get(job, [])) for job in jobs(plan)),
+        rows=tuple(_row(job, results.get(job, []), obstacles.get(job)) for job in known),
         data_name=located.title,
         batch_size=plan.batch_size,
         epochs=plan.epochs,
@@ -128,10 +147,10 @@ def _names(job: Job) -> str:
     return ",".join(map(str, job.devices))
 
 
-def _row(job: Job, results: Sequence[ModeResult]) -> Row:
+def _row(job: Job, results: Sequence[ModeResult], obstacle: str | None) -> Row:
     devices = tuple(map(str, job.devices))
-    if not results:
-        return Row(model=job.model, way=job.way, devices=devices, obstacle=_obstacle(job))
+    if obstacle is not None:
+        return Row(model=job.model, way=job.way, devices=devices, obstacle=obstacle)
     counted = [epoch for result in results for epoch in after_warm_up(result.epochs)]
     return Row(
         model=job.model,
