@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The runs behind the GPU tables, stage by stage; every stage goes on where it stopped.
 #
-#   bash benchmarks/gpu.sh STAGE DATA [OUTPUT]     STAGE: timing, accuracy, others, iteration, scaling
+#   bash benchmarks/gpu.sh STAGE DATA [OUTPUT]     STAGE: timing, accuracy, others, text, iteration, scaling
 #
 # DATA is the folder with cifar-10, mnist and shakespeare. Two slices of one GPU stand for a mismatched pair: the shares
 # in PAIR give solo speeds of about 2.5 to 1 on an H200. OUTRIDER is the command, where it is not installed.
@@ -32,8 +32,11 @@ case $stage in
     untimed --models resnet20-graph --modes graph-sync --seeds 1
     untimed --models resnet20 --modes "$few" --seeds 3
     ;;
-  others) # the other models, five epochs each
-    sweep --models logistic,mlp,lenet,conv-ae,char-rnn,gpt-nano --modes "solo-0,solo-1,independent,$ours" --seeds 3
+  others) # the other models, five epochs each, several runs at a time
+    sweep --models logistic,mlp,lenet,conv-ae,char-rnn,gpt-nano --modes "solo-0,solo-1,$ours" --seeds 3 --jobs "${JOBS:-7}"
+    ;;
+  text) # the two whose speed is in question, each run alone on the card
+    sweep --models char-rnn,gpt-nano --modes "solo-0,solo-1,independent,$ours" --seeds 3
     ;;
   iteration) # torch DDP against sync, eager against captured
     mkdir -p "$output"
@@ -51,7 +54,7 @@ case $stage in
     done
     ;;
   *)
-    echo "unknown stage $stage: timing, accuracy, others, iteration or scaling" >&2
+    echo "unknown stage $stage: timing, accuracy, others, text, iteration or scaling" >&2
     exit 2
     ;;
 esac
