@@ -192,7 +192,7 @@ def test_the_conditions_name_both_lengths_and_the_published_figure_is_held_again
 
 def test_both_kinds_of_runs_are_reproduced_by_a_line_of_their_own(both: Path) -> None:
     assert markdown(make_report(both)).split("```\n")[1].splitlines() == [
-        "outrider bench sweep --preset full --models lenet --modes solo-0,solo-1,independent,ddp,cpu-async "
+        "outrider bench sweep --preset full --models lenet --modes solo-0,solo-1,independent,cpu-async,ddp "
         "--devices cpu,cpu@0.4 --seeds 2 --epochs 3 --batch-size 64 --samples 2000",
         "outrider bench sweep --preset full --models lenet --modes solo-0,solo-1,cpu-cadence,cpu-async "
         "--devices cpu,cpu@0.4 --seeds 3 --epochs 5 --batch-size 64 --samples 2000 --jobs 2",

@@ -228,11 +228,11 @@ def test_the_subject_survives_the_file(tell_run: TellRun) -> None:
 # Groups
 
 
-def test_modes_are_shown_from_solo_to_the_boldest(tell_run: TellRun, tmp_path: Path) -> None:
+def test_modes_are_shown_from_solo_to_the_boldest_and_peers_last(tell_run: TellRun, tmp_path: Path) -> None:
     for mode in ("cpu-async", "ddp", "cpu-sync", "independent", "solo-1", "solo-0", "cpu-cadence"):
         tell_run(mode)
     [group] = group_runs(read_runs(tmp_path / "runs"))
-    assert list(group.by_mode) == ["solo-0", "solo-1", "independent", "ddp", "cpu-sync", "cpu-cadence", "cpu-async"]
+    assert list(group.by_mode) == ["solo-0", "solo-1", "independent", "cpu-sync", "cpu-cadence", "cpu-async", "ddp"]
 
 
 def test_a_run_that_was_reproduced_counts_once(tell_run: TellRun, tmp_path: Path) -> None:

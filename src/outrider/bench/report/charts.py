@@ -13,7 +13,7 @@ from outrider.bench.statistics import mean
 from outrider.bench.suite.groups import INDEPENDENT, Group
 from outrider.bench.suite.runs import EpochRow, SuiteRun
 from outrider.bench.suite.summary import ModeSummary, seconds_per_epoch
-from outrider.timeline.page import CAUSE_COLOURS, RANK_COLOURS, Figure, figure, rank_colour
+from outrider.timeline.page import CAUSE_COLOURS, RANK_COLOURS, Figure, Markup, figure, key, rank_colour
 
 MAX_POINTS = 200
 """Of a curve; more make the page slow and show nothing more."""
@@ -133,15 +133,25 @@ def learning_figures(group: Group) -> list[Figure]:
     ]
 
 
+def learning_key(group: Group) -> Markup:
+    """What the colours of all of them mean; modes are many, and a legend in every chart would leave it no room."""
+    return key(_colours(group))
+
+
+def _colours(group: Group) -> dict[str, str]:
+    return {mode: _COLOURS[number % len(_COLOURS)] for number, mode in enumerate(group.by_mode)}
+
+
 def _curves(group: Group, name: str, against: str, *, title: str) -> Figure:
     places = {mode: _places(group, mode, against) for mode in group.by_mode}
+    colours = _colours(group)
     lines = [
-        _curve(mode, group.judged(mode), name, place_of, colour=_COLOURS[number % len(_COLOURS)])
-        for number, (mode, place_of) in enumerate(places.items())
+        _curve(mode, group.judged(mode), name, place_of, colour=colours[mode])
+        for mode, place_of in places.items()
         if place_of is not None
     ]
     axis = {"title": _axis_title(group, against)}
-    return figure([line for line in lines if line["y"]], title=title, xaxis=axis, height=380)
+    return figure([line for line in lines if line["y"]], title=title, xaxis=axis, height=380, showlegend=False)
 
 
 Place = Callable[[Sequence[EpochRow]], float]

@@ -14,7 +14,7 @@ from pathlib import Path
 from outrider.bench.measures import after_warm_up
 from outrider.bench.report import markdown as words
 from outrider.bench.report import model_tables as tables
-from outrider.bench.report.charts import efficiency_figure, idle_figure, learning_figures, share_figure
+from outrider.bench.report.charts import efficiency_figure, idle_figure, learning_figures, learning_key, share_figure
 from outrider.bench.report.markdown import Report
 from outrider.bench.report.model_tables import Table
 from outrider.bench.suite.groups import Group
@@ -63,7 +63,7 @@ def _model_sections(group: Group, summaries: Mapping[str, ModeSummary]) -> list[
         ),
         Section(
             title=f"{group.name}: learning",
-            html=_tables([tables.quality_table(group, summaries)]),
+            html=Markup(_tables([tables.quality_table(group, summaries)]) + learning_key(group)),
             figures=learning_figures(group),
         ),
         Section(

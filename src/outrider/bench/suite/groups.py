@@ -87,15 +87,15 @@ def group_runs(runs: Iterable[SuiteRun]) -> list[Group]:
 
 
 def mode_order(mode: str) -> tuple[int, str]:
-    """Solos, the ceiling, peers, then our policies from the simplest to the boldest."""
+    """Solos, the ceiling, our policies from the simplest to the boldest, then the peers."""
     policy = mode.rpartition("-")[2]
     if mode.startswith("solo-"):
         return 0, mode
     if mode == INDEPENDENT:
         return 1, mode
     if policy in _POLICIES and mode.rpartition("-")[0] in ("", "cpu", "nccl", "graph"):
-        return 3 + _POLICIES.index(policy), mode
-    return 2, mode
+        return 2 + _POLICIES.index(policy), mode
+    return 2 + len(_POLICIES), mode
 
 
 def _without_repeats(runs: Iterable[SuiteRun]) -> list[SuiteRun]:
