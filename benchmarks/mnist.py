@@ -16,37 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from rich.console import Console
+
 from outrider.bench.datasets.source import DataSource
-from outrider.bench.suite.case import Case
 from outrider.bench.suite.plan import SMALL_PAIR, Request, plan, runnable_modes
-from outrider.bench.suite.runs import SuiteRun
 from outrider.bench.suite.sweep import run_sweep
-from outrider.errors import OutriderError
+from outrider.cli.bench_progress import PlainSweep
 from outrider.machine.devices import parse_devices
-from outrider.runtime.messages import Message
 
 MODELS = ("lenet", "conv-ae", "mlp", "logistic")
 """Those that take longest first."""
 NUM_SEEDS = 3
 CORES_EACH = 2
-
-
-class Told:
-    """One line for every run."""
-
-    def skipped(self, case: Case) -> None:
-        print(f"{case.model} {case.mode} seed {case.seed}: done before", flush=True)
-
-    def begin(self, case: Case) -> None: ...
-
-    def saw(self, case: Case, message: Message) -> None: ...
-
-    def ended(self, run: SuiteRun) -> None:
-        case = run.case
-        print(f"{case.model} {case.mode} seed {case.seed}: done", flush=True)
-
-    def failed(self, case: Case, error: OutriderError) -> None:
-        print(f"{case.model} {case.mode} seed {case.seed}: failed: {error.message}", flush=True)
 
 
 def sweep(model: str, seed: int, *, data: str, output: Path, cores: Sequence[int], max_samples: int | None) -> None:
@@ -61,7 +42,10 @@ def sweep(model: str, seed: int, *, data: str, output: Path, cores: Sequence[int
         num_seeds=NUM_SEEDS,
         max_samples={} if max_samples is None else {model: max_samples},
     )
-    run_sweep([one for one in plan(request) if one.case.seed == seed], output=output, watcher=Told())
+    planned = [one for one in plan(request) if one.case.seed == seed]
+    watcher = PlainSweep([one.case for one in planned], Console(stderr=True, highlight=False, soft_wrap=True))
+    run_sweep(planned, output=output, watcher=watcher)
+    watcher.finish()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs of the suite that are told, not trained: folders as a sweep leaves them."""
+"""Runs of the suite that are told, not trained: folders as a sweep leaves them; and what a sweep tells its watcher."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from outrider.bench.suite.case import Case, Subject, as_block
+from outrider.bench.suite.runs import SuiteRun
+from outrider.errors import OutriderError
+from outrider.runtime.messages import Message
 
 CASE = Case(
     model="lenet",
@@ -36,6 +39,34 @@ ENVIRONMENT = {
 NUM_SAMPLES = 1000
 
 TellRun = Callable[..., Path]
+
+
+class SweepLog:
+    """A watcher that writes down what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def skipped(self, case: Case) -> None:
+        self.lines.append(f"skipped {case.mode} {case.seed}")
+
+    def begin(self, case: Case) -> None:
+        self.lines.append(f"begin {case.mode} {case.seed}")
+
+    def saw(self, case: Case, message: Message) -> None:
+        self.lines.append(f"{message.kind} of {case.mode} {case.seed}")
+
+    def ended(self, run: SuiteRun) -> None:
+        self.lines.append(f"ended {run.case.mode} {run.case.seed}")
+
+    def failed(self, case: Case, error: OutriderError) -> None:
+        self.lines.append(f"failed {case.mode} {case.seed}: {error.message}")
+
+
+@pytest.fixture(scope="session")
+def make_log() -> type[SweepLog]:
+    """A new log of a sweep; tests of files that cannot import each other share it."""
+    return SweepLog
 
 
 @pytest.fixture

@@ -8,18 +8,18 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
 
 from outrider import errors
 from outrider.bench.datasets.source import DataSource
-from outrider.bench.suite.case import Case
 from outrider.bench.suite.jobs import run_sweep_beside
 from outrider.bench.suite.plan import Request, plan
 from outrider.bench.suite.run import Planned, finished_run
@@ -28,7 +28,6 @@ from outrider.bench.suite.sweep import Swept
 from outrider.errors import OutriderError, StepError
 from outrider.machine.devices import parse_devices
 from outrider.runtime import mps
-from outrider.runtime.messages import Message
 
 REQUEST = Request(
     models=("logistic",),
@@ -40,29 +39,8 @@ REQUEST = Request(
     batch_size=16,
     is_timed=False,
 )
+MakeLog = Callable[[], Any]
 FAKE_MPS = Path(__file__).parents[1] / "runtime" / "fake_mps_control.py"
-
-
-class Log:
-    """A watcher that writes down what it was told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def skipped(self, case: Case) -> None:
-        self.lines.append(f"skipped {case.mode} {case.seed}")
-
-    def begin(self, case: Case) -> None:
-        self.lines.append(f"begin {case.mode} {case.seed}")
-
-    def saw(self, case: Case, message: Message) -> None:
-        self.lines.append(f"{message.kind} of {case.mode} {case.seed}")
-
-    def ended(self, run: SuiteRun) -> None:
-        self.lines.append(f"ended {run.case.mode} {run.case.seed}")
-
-    def failed(self, case: Case, error: OutriderError) -> None:
-        self.lines.append(f"failed {case.mode} {case.seed}: {error.message}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +62,7 @@ def job_tasks() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def told(job_tasks: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def told(job_tasks: ModuleType, make_log: MakeLog, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Two that wait for each other; one that fails and one that is killed."""
     folder = tmp_path_factory.mktemp("jobs")
     first, second, third, fourth = plan(REQUEST)
@@ -94,7 +72,7 @@ def told(job_tasks: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Tol
         replace(third, make_task=job_tasks.fail),
         replace(fourth, make_task=job_tasks.be_killed),
     ]
-    log = Log()
+    log = make_log()
     swept = run_sweep_beside(planned, output=folder / "runs", watcher=log, num_jobs=2)
     return Told(planned=planned, output=folder / "runs", swept=swept, lines=log.lines)
 
@@ -161,8 +139,8 @@ def test_a_planned_case_travels_with_its_task() -> None:
 # Resuming
 
 
-def test_what_is_done_is_skipped(told: Told) -> None:
-    log = Log()
+def test_what_is_done_is_skipped(told: Told, make_log: MakeLog) -> None:
+    log = make_log()
     swept = run_sweep_beside(told.planned[:2], output=told.output, watcher=log, num_jobs=2)
     assert log.lines == ["skipped solo-0 0", "skipped solo-1 0"]
     assert len(swept.runs) == 2
@@ -180,11 +158,11 @@ SCRIPT = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-import test_jobs
+import conftest, test_jobs
 from outrider.bench.suite.jobs import run_sweep_beside
 from outrider.bench.suite.plan import plan
 
-class Teller(test_jobs.Log):
+class Teller(conftest.SweepLog):
     def saw(self, case, message):
         print("epoch", case.mode, flush=True)
     def ended(self, run):
@@ -267,13 +245,15 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "journal"
 
 
-def test_one_daemon_serves_the_slices_of_all_cases(journal: Path, job_tasks: ModuleType, tmp_path: Path) -> None:
+def test_one_daemon_serves_the_slices_of_all_cases(
+    journal: Path, job_tasks: ModuleType, make_log: MakeLog, tmp_path: Path
+) -> None:
     request = replace(REQUEST, devices=parse_devices("cuda:0%70,cuda:0%12"), num_seeds=1)
     planned = [
         replace(one, make_task=partial(job_tasks.tell_variables, tmp_path / one.case.mode, mps.PIPES))
         for one in plan(request)
     ]
-    swept = run_sweep_beside(planned, output=tmp_path / "runs", watcher=Log(), num_jobs=2)
+    swept = run_sweep_beside(planned, output=tmp_path / "runs", watcher=make_log(), num_jobs=2)
     assert [error.message for _, error in swept.failures] == ["there is no GPU here"] * 2
     assert (tmp_path / "solo-0").read_text() == (tmp_path / "solo-1").read_text() != f"{mps.PIPES}=None"
     assert [line.split()[0] for line in journal.read_text().splitlines()] == ["up", "quit"]

@@ -24,13 +24,13 @@ from outrider.bench.suite.plan import (
     runnable_modes,
 )
 from outrider.bench.suite.run import Planned, run_case
-from outrider.bench.suite.runs import SuiteRun, read_run
+from outrider.bench.suite.runs import read_run
 from outrider.bench.suite.sweep import run_sweep
 from outrider.bench.tasks import Task
-from outrider.errors import ConfigError, OutriderError, StepError
+from outrider.errors import ConfigError, StepError
 from outrider.machine.devices import parse_devices
-from outrider.runtime.messages import Message
 
+Sweep = Callable[..., list[str]]
 OFFLINE = DataSource(may_download=False, max_samples=64)
 REQUEST = Request(
     models=("logistic",),
@@ -56,28 +56,6 @@ EPOCH = {
     "exposed_average_fraction": 0.01,
     "wait_fraction": 0.02,
 }
-
-
-class Log:
-    """A watcher that writes down what it was told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def skipped(self, case: Case) -> None:
-        self.lines.append(f"skipped {case.mode} {case.seed}")
-
-    def begin(self, case: Case) -> None:
-        self.lines.append(f"begin {case.mode} {case.seed}")
-
-    def saw(self, case: Case, message: Message) -> None:
-        self.lines.append(message.kind)
-
-    def ended(self, run: SuiteRun) -> None:
-        self.lines.append(f"ended {run.case.mode} {run.case.seed}")
-
-    def failed(self, case: Case, error: OutriderError) -> None:
-        self.lines.append(f"failed {case.mode} {case.seed}: {error.message}")
 
 
 def tell_run(mode: Mode, task: Task, *, run_dir: Path, on_start: Callable[[], None], **_: Any) -> ModeResult:
@@ -107,16 +85,23 @@ def told_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
 
 
-def sweep(output: Path, request: Request = REQUEST) -> list[str]:
-    log = Log()
-    run_sweep(plan(request), output=output, watcher=log)
-    return log.lines
+@pytest.fixture
+def sweep(make_log: Callable[[], Any]) -> Sweep:
+    """Runs what was asked for, and returns what the watcher was told."""
+
+    def run(output: Path, request: Request = REQUEST) -> list[str]:
+        log = make_log()
+        run_sweep(plan(request), output=output, watcher=log)
+        lines: list[str] = log.lines
+        return lines
+
+    return run
 
 
 # Plans
 
 
-def test_seeds_are_outermost_and_modes_innermost(told_runs: None, tmp_path: Path) -> None:
+def test_seeds_are_outermost_and_modes_innermost(sweep: Sweep, told_runs: None, tmp_path: Path) -> None:
     begun = [line for line in sweep(tmp_path) if line.startswith("begin")]
     assert begun == ["begin solo-0 0", "begin cpu-async 0", "begin solo-0 1", "begin cpu-async 1"]
 
@@ -233,18 +218,18 @@ def test_an_unknown_preset_is_told_with_the_nearest(name: str, hint: str) -> Non
 # Resuming
 
 
-def test_what_is_done_is_skipped(told_runs: None, tmp_path: Path) -> None:
+def test_what_is_done_is_skipped(sweep: Sweep, told_runs: None, tmp_path: Path) -> None:
     sweep(tmp_path)
     assert sweep(tmp_path) == ["skipped solo-0 0", "skipped cpu-async 0", "skipped solo-0 1", "skipped cpu-async 1"]
 
 
-def test_other_options_are_other_runs(told_runs: None, tmp_path: Path) -> None:
+def test_other_options_are_other_runs(sweep: Sweep, told_runs: None, tmp_path: Path) -> None:
     sweep(tmp_path)
     begun = sweep(tmp_path, replace(REQUEST, settings={"overhead_target": 0.05}))
     assert begun[:2] == ["begin solo-0 0", "ended solo-0 0"]
 
 
-def test_an_interrupt_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_what_is_finished(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("outrider.bench.suite.run.run_mode", interrupt_second_round)
     with pytest.raises(KeyboardInterrupt):
         sweep(tmp_path)
@@ -252,7 +237,7 @@ def test_an_interrupt_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch, tm
     assert sweep(tmp_path)[:3] == ["skipped solo-0 0", "skipped cpu-async 0", "begin solo-0 1"]
 
 
-def test_a_run_that_was_cut_short_is_run_again(told_runs: None, tmp_path: Path) -> None:
+def test_a_run_that_was_cut_short_is_run_again(sweep: Sweep, told_runs: None, tmp_path: Path) -> None:
     sweep(tmp_path)
     folder = tmp_path / plan(REQUEST)[0].case.folder
     record = json.loads((folder / "record.json").read_text())
@@ -260,13 +245,15 @@ def test_a_run_that_was_cut_short_is_run_again(told_runs: None, tmp_path: Path) 
     assert sweep(tmp_path)[:2] == ["begin solo-0 0", "ended solo-0 0"]
 
 
-def test_a_damaged_record_is_run_again(told_runs: None, tmp_path: Path) -> None:
+def test_a_damaged_record_is_run_again(sweep: Sweep, told_runs: None, tmp_path: Path) -> None:
     sweep(tmp_path)
     (tmp_path / plan(REQUEST)[0].case.folder / "record.json").write_text("{")
     assert sweep(tmp_path)[:2] == ["begin solo-0 0", "ended solo-0 0"]
 
 
-def test_a_run_that_ended_just_before_its_record_was_completed_is_completed(told_runs: None, tmp_path: Path) -> None:
+def test_a_run_that_ended_just_before_its_record_was_completed_is_completed(
+    sweep: Sweep, told_runs: None, tmp_path: Path
+) -> None:
     sweep(tmp_path)
     folder = tmp_path / plan(REQUEST)[0].case.folder
     record = json.loads((folder / "record.json").read_text())
@@ -281,7 +268,9 @@ def test_a_run_that_ended_just_before_its_record_was_completed_is_completed(told
 # Failures
 
 
-def test_a_run_that_fails_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_fails_is_told_and_the_rest_goes_on(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
     assert sweep(tmp_path) == [
         "begin solo-0 0",
@@ -295,7 +284,7 @@ def test_a_run_that_fails_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_failure_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failure_is_kept_with_its_reason(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
     sweep(tmp_path)
     run = read_run(tmp_path / plan(REQUEST)[1].case.folder)

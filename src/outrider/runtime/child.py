@@ -71,6 +71,7 @@ def _make_link(start: dict[str, Any]) -> Link:
         spec=parse_devices(start["device"])[0],
         num_threads=start["num_threads"],
         deliver=PipeWriter(start["messages_fd"]),
+        owns_process=True,
     )
 
 

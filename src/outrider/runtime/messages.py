@@ -56,10 +56,13 @@ class Link:
         spec: DeviceSpec,
         num_threads: int,
         deliver: Callable[[Message], None],
+        owns_process: bool = False,
     ) -> None:
         self.environment = environment
         self.spec = spec
         self.num_threads = num_threads
+        self.owns_process = owns_process
+        """Whether the process was started for the rank and nothing else, and is ours to set up."""
         self.stop_requested = threading.Event()
         self.step: int | None = None
         """Where a user's loop was when it failed."""

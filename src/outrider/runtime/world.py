@@ -120,7 +120,6 @@ class World:
         # Kept in no variable here: the traceback of an error would keep the store's port open.
         world = cls(link=link, store=_own_keys(open_store(link.environment, timeout_s=timeout_s)), timeout_s=timeout_s)
         world._undo.callback(world._drop_store)
-        world._undo.enter_context(_tiny_numbers_flushed(link))
         try:
             world._meet()
         except BaseException:
@@ -134,7 +133,6 @@ class World:
         _use_device(link)
         world = cls(link=link, store=HashStore(), timeout_s=timeout_s)
         world._undo.callback(world._drop_store)
-        world._undo.enter_context(_tiny_numbers_flushed(link))
         world.specs, world.hosts = (link.spec,), (socket.gethostname(),)
         return world
 
@@ -296,6 +294,11 @@ def _destroy_groups() -> None:
 def _use_device(link: Link) -> None:
     """Make the rank's device the current one of this process, and give it its threads."""
     torch.set_num_threads(link.num_threads)
+    if link.owns_process:
+        # Momenta of weights that get no gradient any more fade below 1e-38, and x86 works on such numbers many times
+        # slower. In all ranks or none, or sums would differ in their last bits; and before torch has threads, which
+        # take the setting from who starts them: a user's own process may have some already.
+        torch.set_flush_denormal(True)
     slice_check.check_share(link.spec, rank=link.rank)
     kind, index = link.spec.kind, link.spec.index
     modules: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}
@@ -313,24 +316,6 @@ def _use_device(link: Link) -> None:
         _use_cuda(link)
     elif index is not None:
         module.set_device(index)
-
-
-@contextmanager
-def _tiny_numbers_flushed(link: Link) -> Iterator[None]:
-    """On a CPU numbers below 1e-38 become zero, in threads that are started inside as well.
-
-    Momenta of weights that get no gradient any more fade to there, and x86 works on such numbers many times slower: a
-    run gets slower the longer it goes.
-    """
-    if link.spec.kind != "cpu":
-        yield
-        return
-    was_flushed = (torch.tensor(1e-38) * 0.1).item() == 0.0
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(was_flushed)
 
 
 def _use_cuda(link: Link) -> None:
