@@ -269,27 +269,51 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 # Stop, resume, close
 
 
+RESUMABLE: dict[str, Any] = {
+    "optimizer": adam,
+    "epochs": 40,
+    "batch_size": 4,
+    "outer": "nesterov",
+    "average_optimizer": True,
+    "shares": [0.75, 0.25],
+    "anchor": 2,
+    "scheduler": one_over_ticks,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(train_two: Trainer, tmp_path_factory: pytest.TempPathFactory) -> outrider.Run:
+    """A run that is never stopped, with a checkpoint at the end of every epoch; joined."""
+    run = train_two(**RESUMABLE, checkpoint_every=1, run_dir=tmp_path_factory.mktemp("whole"))
+    run.join()
+    return run
+
+
+def is_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
 def test_a_run_of_two_ranks_that_was_stopped_and_resumed_equals_the_one_that_was_not(
-    train_two: Trainer, tmp_path: Path
+    train_two: Trainer, whole: outrider.Run, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {
-        "optimizer": adam,
-        "epochs": 40,
-        "batch_size": 4,
-        "outer": "nesterov",
-        "average_optimizer": True,
-        "shares": [0.75, 0.25],
-        "anchor": 2,
-        "scheduler": one_over_ticks,
-    }
-    run = train_two(**options, run_dir=tmp_path / "cut")
+    run = train_two(**RESUMABLE, run_dir=tmp_path / "cut")
     next(iter(run))
     run.stop()
     cut = run.join()
-    resumed = train_two(**options, resume=tmp_path / "cut", run_dir=tmp_path / "resumed").join()
-    whole = train_two(**options, run_dir=tmp_path / "whole").join()
+    resumed = train_two(**RESUMABLE, resume=tmp_path / "cut", run_dir=tmp_path / "resumed").join()
     assert sum(epoch.samples for epoch in (*cut.epochs, *resumed.epochs)) == 40 * 96
-    assert all(torch.equal(value, resumed.state_dict[name]) for name, value in whole.state_dict.items())
+    assert is_same(whole.join().state_dict, resumed.state_dict)
+
+
+def test_a_run_resumed_from_the_end_of_its_first_epoch_equals_the_one_that_went_on(
+    train_two: Trainer, whole: outrider.Run, tmp_path: Path
+) -> None:
+    checkpoint = whole.run_dir / "checkpoints" / "epoch00001-000000000000"
+    resumed = train_two(**RESUMABLE, resume=checkpoint, run_dir=tmp_path).join()
+    assert [(epoch.loss, epoch.drift) for epoch in resumed.epochs] == [
+        (epoch.loss, epoch.drift) for epoch in whole.epochs[1:]
+    ]
+    assert is_same(whole.join().state_dict, resumed.state_dict)
 
 
 def test_train_returns_at_once_and_leaving_the_block_ends_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,39 @@ def test_attaching_keeps_the_common_point(make_world: Callable) -> None:
     for model, exchange in zip(world.models, world.exchanges, strict=True):
         exchange.attach(OptimizerArena(stepped(model, torch.optim.Adam(model.parameters()), 1.0)))
     assert torch.equal(world.exchanges[0].parts[0].ref[:6].view(2, 3), start)
+
+
+@pytest.fixture
+def attached(make_world: Callable) -> Callable:
+    """A world of two whose Adam state has taken part in one average."""
+
+    def make(**adam: Any) -> Any:
+        world = make_world(linear)
+        for rank, (model, exchange) in enumerate(zip(world.models, world.exchanges, strict=True)):
+            optimizer = stepped(model, torch.optim.Adam(model.parameters(), **adam), 1.0 + rank / 3)
+            exchange.attach(OptimizerArena(optimizer))
+        world.average([3, 1])
+        return world
+
+    return make
+
+
+def test_saved_state_has_the_common_point_of_the_optimizer(attached: Callable) -> None:
+    saved, resumed = attached(), attached()
+    ref = resumed.exchanges[0].parts[0].ref
+    ref.fill_(-1.0)
+    resumed.exchanges[0].load_state_dict(saved.exchanges[0].state_dict())
+    assert torch.equal(ref, saved.exchanges[0].parts[0].ref)
+
+
+def test_a_saved_point_of_another_optimizer_gives_the_parameters_only(attached: Callable) -> None:
+    saved, resumed = attached(amsgrad=True), attached()
+    ref = resumed.exchanges[0].parts[0].ref
+    num_arena = resumed.exchanges[0].parts[0].plan.num_arena
+    ref.fill_(-1.0)
+    resumed.exchanges[0].load_state_dict(saved.exchanges[0].state_dict())
+    assert torch.equal(ref[:num_arena], saved.exchanges[0].parts[0].ref[:num_arena])
+    assert ref[num_arena:].unique().tolist() == [-1.0]
 
 
 def test_steps_go_on_in_the_flat_tensor() -> None:

@@ -178,10 +178,10 @@ class Exchange:
         self._counters.correct()
 
     def state_dict(self) -> dict[str, Any]:
-        """Common point and outer velocity, without attached optimizer state, which starts anew."""
+        """Common point, with that of attached optimizer state, outer velocity, and the samples that tell the shares."""
         return {
             "fingerprint": self.arena.fingerprint,
-            "ref": {str(part.plan.dtype): part.ref[: part.plan.num_arena].to("cpu", copy=True) for part in self.parts},
+            "ref": {str(part.plan.dtype): part.ref.to("cpu", copy=True) for part in self.parts},
             "velocity": {
                 str(part.plan.dtype): part.velocity.to("cpu", copy=True)
                 for part in self.parts
@@ -201,7 +201,7 @@ class Exchange:
         for part in self.parts:
             dtype = str(part.plan.dtype)
             if dtype in state["ref"]:
-                part.ref[: part.plan.num_arena].copy_(state["ref"][dtype])
+                part.take_ref(state["ref"][dtype])
             # A run resumed with another outer optimizer starts it at rest.
             if part.velocity is not None and dtype in state["velocity"]:
                 part.velocity.copy_(state["velocity"][dtype])

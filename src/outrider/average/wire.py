@@ -193,6 +193,11 @@ class Wire:
         # A mask of -inf is common in attention, and -inf less -inf would be no displacement but NaN.
         self._has_infinities = not bool(torch.isfinite(self.ref).all())
 
+    def take_ref(self, ref: Tensor) -> None:
+        """A common point that was saved; without its optimizer state where that is laid out otherwise now."""
+        kept = self.plan.num_body if ref.numel() == self.plan.num_body else self.plan.num_arena
+        self.ref[:kept].copy_(ref[:kept])
+
     def displace(self) -> None:
         """The displacement since the common point, and the squares of the running means'."""
         torch.sub(self.snapshot, self.ref, out=self._body)
