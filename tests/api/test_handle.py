@@ -231,7 +231,7 @@ def test_the_timeline_has_epochs_with_the_waits_by_cause(train_here: Trainer, ev
     assert [event["epoch"] for event in events(folder, "epoch start")] == [0, 1]
     assert [event["epoch"] for event in events(folder, "epoch end")] == [0, 1]
     waits_ms = events(folder, "epoch end")[0]["waits_ms"]
-    assert set(waits_ms) == {"startup", "epoch boundary", "average", "data", "evaluation"}
+    assert set(waits_ms) == {"startup", "epoch boundary", "average", "rest", "data", "evaluation"}
 
 
 def test_record_schedule_writes_the_schedule(train_here: Trainer, read_json: ReadJson) -> None:

@@ -194,7 +194,7 @@ def test_windows_have_their_start_and_what_was_done_in_them(cadence: outrider.Ru
 
 def test_waits_name_their_cause(cadence: outrider.Run, events: Events) -> None:
     causes = {wait["cause"] for wait in events(cadence.run_dir, "wait")}
-    assert {"startup", "average"} <= causes <= {"startup", "epoch boundary", "average", "data", "evaluation"}
+    assert {"startup", "average"} <= causes <= {"startup", "epoch boundary", "average", "rest", "data", "evaluation"}
 
 
 def test_max_batch_diff_bounds_the_lead_of_the_fast_rank(overlapped: outrider.Run, events: Events) -> None:

@@ -26,7 +26,7 @@ sys.exit(f"loaded for a table: {heavy}" if heavy else 0)
 
 
 def wait(rank: int, t: float) -> dict[str, Any]:
-    waits_ms = {"startup": 0.0, "epoch boundary": 0.0, "average": 250.0, "data": 10.0, "evaluation": 0.0}
+    waits_ms = {"startup": 0.0, "epoch boundary": 0.0, "average": 250.0, "rest": 0.0, "data": 10.0, "evaluation": 0.0}
     return {"t": t, "rank": rank, "kind": "epoch end", "epoch": 0, "loss": 0.5, "eval": None, "waits_ms": waits_ms}
 
 
@@ -90,8 +90,8 @@ def test_the_summary_has_a_line_per_rank(folder: Path) -> None:
 
 def test_recorded_waits_stand_beside_sampled_gaps(folder: Path) -> None:
     lines = [" ".join(line.split()) for line in output_of(folder).splitlines()]
-    assert "1 recorded 0.00 0.00 0.25 0.01 0.00 -" in lines
-    assert "1 sampled 1.00 0.00 0.00 0.00 0.00 0.00" in lines
+    assert "1 recorded 0.00 0.00 0.25 0.00 0.01 0.00 -" in lines
+    assert "1 sampled 1.00 0.00 0.00 0.00 0.00 0.00 0.00" in lines
 
 
 def test_the_anchor_history_is_cut_after_ten_lines(folder: Path) -> None:

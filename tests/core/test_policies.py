@@ -62,7 +62,7 @@ def drive(
             Seat(rank, ranks, batch_size),
             span,
             planner=Planner(config),
-            splitter=Splitter(world_size=ranks),
+            splitter=Splitter(world_size=ranks, may_rest=True),
             max_overshoot=4,
         )
         for rank in range(ranks)
@@ -122,6 +122,35 @@ def test_all_ranks_finish_within_one_batch_of_the_slowest(policy: str) -> None:
     _, engine = drive(policy, num_samples=20_011, batch_size=16, step_ms=steady(paces, 16), ranks=3)
     ends = [clock.last_step_ms for clock in engine.clocks]
     assert max(ends) - min(ends) <= 1.1 * max(paces)
+
+
+def test_where_averages_are_dear_balanced_lets_the_fast_rank_work_alone() -> None:
+    watch, engine = drive(
+        "balanced", num_samples=40_009, batch_size=16, step_ms=steady([1.0, 7.0], 16), ranks=2, average_ms=50.0
+    )
+    assert watch.uses() == Counter(range(40_009))
+    assert {rank for rank, _ in watch.batches[-2000:]} == {0}
+    assert engine.clocks[1].wait_ms > 0.5 * engine.clocks[1].now_ms
+
+
+def test_a_stop_is_heard_while_one_rank_works_alone() -> None:
+    asked = Counter[str]()
+
+    def wants_stop() -> bool:
+        asked["times"] += 1
+        return asked["times"] > 60
+
+    watch, engine = drive(
+        "balanced",
+        num_samples=1_000_003,
+        batch_size=16,
+        step_ms=steady([1.0, 7.0], 16),
+        ranks=2,
+        average_ms=50.0,
+        wants_stop=wants_stop,
+    )
+    assert watch.uses() == Counter(range(engine.reached))
+    assert 0 < engine.reached < 100_000
 
 
 @pytest.mark.parametrize("policy", TRAINING)

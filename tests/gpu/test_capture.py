@@ -22,6 +22,7 @@ from outrider.data.order import shuffled
 from outrider.data.parcel import parcel_of
 from outrider.replica.capture import CaptureStream, Uncapturable
 from outrider.replica.execution import choose_execution
+from outrider.replica.handover import pack, take_over
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 
@@ -130,6 +131,27 @@ def test_fifty_captured_steps_end_where_eager_ones_do(name: str) -> None:
     captured, eager = Trained(wanted).steps(50), Trained(wanted, execution="eager").steps(50)
     assert captured.num_graphs == 1
     assert distance(captured, eager) < 1e-4
+
+
+def test_shared_steps_and_whole_ones_may_take_turns_while_captured() -> None:
+    wanted = recipe(scheduler=schedule)
+    captured, eager = Trained(wanted), Trained(wanted, execution="eager")
+    for trained in (captured, eager):
+        trained.shared_steps(12).steps(12).shared_steps(12)
+    assert captured.num_graphs == 3
+    assert distance(captured, eager) < 1e-4
+
+
+def test_a_captured_replica_takes_over_where_another_stands() -> None:
+    worked, rested = (Trained(recipe(scheduler=schedule)).shared_steps(12) for _ in range(2))
+    worked.steps(12)
+    rested.replica.model.load_state_dict(worked.replica.model.state_dict())
+    take_over(rested.replica, pack(worked.replica), at=23 * BATCH)
+    num_graphs = rested.num_graphs
+    for trained in (worked, rested):
+        trained.shared_steps(6)
+    assert rested.num_graphs == num_graphs
+    assert distance(worked, rested) < 1e-6
 
 
 def loss_of_images(model: nn.Module, batch: Any) -> Tensor:

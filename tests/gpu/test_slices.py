@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,15 @@ def fail() -> None:
     raise ValueError("loss went wrong")
 
 
+class SlowAdam(torch.optim.Adam):
+    """Its update takes rank 1 so long that sharing steps with it only costs time."""
+
+    def step(self, closure: Any = None) -> Any:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.05)
+        return super().step(closure)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,6 +72,8 @@ def failures(train_all: TrainAll) -> dict[str, Any]:
         **{
             "nccl-fails": common | {"backend": "nccl", "policy": "async", "step": TroubledStep(fail)},
             "cpu-fails": common | {"backend": "cpu", "policy": "async", "step": TroubledStep(fail)},
+            "nccl-rests": common | {"backend": "nccl", "policy": "balanced", "optimizer": SlowAdam},
+            "cpu-rests": common | {"backend": "cpu", "policy": "balanced", "optimizer": SlowAdam},
             "nccl-dies": common | {"backend": "nccl", "policy": "sync", "step": TroubledStep(die)},
         },
         alone={"devices": "cuda:0%12"},
@@ -105,6 +118,17 @@ def test_the_exception_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(
 
 def test_the_death_of_a_rank_is_reported_and_not_what_it_does_to_its_peer(failures: dict[str, Any]) -> None:
     assert failures["nccl-dies"].error.message == "rank 1 (cuda:0%12) died with signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu"])
+def test_a_slice_that_only_holds_up_the_other_rests(failures: dict[str, Any], backend: str) -> None:
+    run = failures[f"{backend}-rests"]
+    assert run.error is None
+    events = json.loads((run.run_dir / "timeline.json").read_text())["events"]
+    assert [event["value"] for event in events if event["kind"] == "alone"] == [0]
+    assert list(run.epochs[-1].share_by_rank) == [1.0, 0.0]
+    assert [epoch.samples for epoch in run.epochs] == [2_048] * 3
+    assert run.epochs[-1].loss < run.epochs[0].loss
 
 
 @pytest.mark.usefixtures("runs", "failures")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
@@ -82,6 +83,31 @@ def test_balanced_equals_one_device_with_the_whole_batch(speeds: tuple[float, ..
     assert run.work.replicas[0].steps == 20
     assert len(set(run.samples_by_rank)) > 1
     assert (flat(run) - plain_loop()).abs().max() < 1e-9
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + 0.05 * tick))
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+def test_balanced_equals_one_device_where_one_rank_works_alone(fast: int) -> None:
+    speeds = (1.0, 0.1) if fast == 0 else (0.1, 1.0)
+    options = {"optimizer": adam, "scheduler": falling, "policy": "balanced", "epochs": 4}
+    run = train(recipe(**options), Bench(speeds=speeds, average_cost=3.0))
+    whole = train(recipe(**options), Bench(speeds=(1.0,)))
+    assert [decision.value for decision in run.decisions if decision.kind == "alone"] == [fast]
+    assert (flat(run, 0) - flat(whole)).abs().max() < 1e-9
+    assert torch.equal(flat(run, 0), flat(run, 1))
+    moments = [
+        [state["exp_avg_sq"].flatten() for state in replica.optimizer.state.values()] for replica in run.work.replicas
+    ]
+    assert torch.equal(torch.cat(moments[0]), torch.cat(moments[1]))
+    rates = [replica.learning_rate for replica in (*run.work.replicas, *whole.work.replicas)]
+    assert len(set(rates)) == 1
 
 
 def test_sync_equals_one_device_with_all_batches_together() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -223,6 +224,63 @@ def test_sync_equals_torch_ddp_on_the_same_batches(tmp_path: Path) -> None:
     trained = run.join().load_into(make_plain_model())
     ours = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])
     assert (ours - expected).abs().max() < 1e-6
+
+
+class SlowAdam(torch.optim.Adam):
+    """Its update takes rank 1 so long that sharing steps with it only costs time."""
+
+    def step(self, closure: Any = None) -> Any:
+        if os.environ.get("RANK") == "1":
+            time.sleep(0.02)
+        return super().step(closure)
+
+
+@pytest.fixture(scope="module")
+def resting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Policy balanced, where rank 0 comes to work alone."""
+    folder = tmp_path_factory.mktemp("balanced")
+    outrider.train(
+        make_normed_model,
+        SlowAdam,
+        step,
+        data(),
+        run_dir=folder,
+        devices="cpu,cpu",
+        policy="balanced",
+        record_schedule=True,
+        **options(epochs=3),
+    ).join()
+    return folder
+
+
+def test_balanced_lets_a_rank_rest_that_only_holds_up_the_other(resting_run: Path) -> None:
+    events = json.loads((resting_run / "timeline.json").read_text())["events"]
+    assert [event["value"] for event in events if event["kind"] == "alone"] == [0]
+    assert {event["rank"] for event in events if event["kind"] == "wait" and event["cause"] == "rest"} == {1}
+    last = json.loads((resting_run / "record.json").read_text())["epochs"][-1]
+    assert (last["samples"], last["share_by_rank"]) == (SIZE, [1.0, 0.0])
+    assert last["wait_fraction"] > 0.3
+
+
+def test_a_run_in_which_one_rank_worked_alone_uses_every_sample_once(resting_run: Path) -> None:
+    assert positions_used(resting_run) == [Counter(range(SIZE))] * 3
+
+
+def test_the_lab_repeats_a_run_in_which_one_rank_worked_alone_bit_for_bit(resting_run: Path) -> None:
+    segments = json.loads((resting_run / "schedule.json").read_text())["segments"]
+    recipe = Recipe(
+        model=make_normed_model,
+        optimizer=SlowAdam,
+        step=step,
+        dataset=data(),
+        batch_size=BATCH,
+        epochs=3,
+        seed=SEED,
+        policy="balanced",
+    )
+    again = train_in_lab(recipe, Bench(speeds=(1.0, 1.0)), schedule=segments).state_dict()
+    trained = load_file(resting_run / "model.safetensors")
+    assert {name: torch.equal(tensor, again[name]) for name, tensor in trained.items()} == dict.fromkeys(trained, True)
 
 
 def test_three_real_ranks_share_a_balanced_batch_of_float64(tmp_path: Path) -> None:

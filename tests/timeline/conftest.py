@@ -11,7 +11,7 @@ import pytest
 from outrider.timeline.document import Timeline, load_timeline
 
 Event = dict[str, Any]
-WAITS_MS = {"startup": 100.0, "epoch boundary": 0.0, "average": 700.0, "data": 50.0, "evaluation": 0.0}
+WAITS_MS = {"startup": 100.0, "epoch boundary": 0.0, "average": 700.0, "rest": 0.0, "data": 50.0, "evaluation": 0.0}
 
 
 def rank_events(rank: int, device: str) -> list[Event]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.average.arena import Arena
 from outrider.average.collective import Collective
 from outrider.average.gradients import GradientExchange
+from outrider.average.relay import broadcast_arena
 
 
 class Primitives:
@@ -55,14 +56,9 @@ class Primitives:
             flat[pair.variance].clamp_(min=0.0)
         self._take_largest(arena.integers)
 
-    @torch.no_grad()
     def broadcast(self, source: int) -> None:
         """Every rank gets the parameters and buffers of one."""
-        self._arena.reclaim()
-        for tensor in [*self._arena.flats.values(), *self._arena.integers]:
-            travelling = tensor.to(self._device)
-            self._collective.broadcast_([travelling], source)
-            tensor.copy_(travelling)
+        broadcast_arena(self._arena, self._collective, device=self._device, source=source)
 
     def _average(self, tensors: Sequence[Tensor], samples: int) -> None:
         total = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)

@@ -94,7 +94,9 @@ def _waits(ranks: Sequence[RankSummary]) -> str:
         (str(rank.rank), name, *(number((seconds or {}).get(cause), ".2f") for cause in ALL_CAUSES))
         for rank, name, seconds in views
     ]
-    table = text_table(("rank", "idle s", *ALL_CAUSES), rows, num_names=2)
+    # All of them fit 80 columns only so.
+    causes = [cause.removeprefix("epoch ") for cause in ALL_CAUSES]
+    table = text_table(("rank", "idle s", *causes), rows, num_names=2)
     return table + "\nrecorded: waits the ranks measured; sampled: below 5 % for 0.5 s or longer"
 
 

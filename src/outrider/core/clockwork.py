@@ -19,6 +19,7 @@ from outrider.core.effects import (
     Collect,
     Effect,
     Expect,
+    HandOver,
     Lease,
     Merge,
     Note,
@@ -44,6 +45,7 @@ class Work(Protocol):
     def load(self, rank: int) -> None: ...
     def correct(self, rank: int) -> None: ...
     def merge(self, samples: Sequence[int]) -> None: ...
+    def hand_over(self, source: int, at: int) -> None: ...
 
 
 class Idle:
@@ -59,6 +61,7 @@ class Idle:
     def load(self, rank: int) -> None: ...
     def correct(self, rank: int) -> None: ...
     def merge(self, samples: Sequence[int]) -> None: ...
+    def hand_over(self, source: int, at: int) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +154,7 @@ class Clockwork:
             Poll: self._poll,
             Collect: self._collect,
             Take: self._take,
+            HandOver: self._hand_over,
             Merge: self._merge,
             Note: self._nothing,
             Expect: self._nothing,
@@ -246,6 +250,13 @@ class Clockwork:
     def _average(self, rank: int, effect: Average) -> bool:
         self.work.snapshot(rank)
         return self._meet(rank, self._facts(rank), self.costs.average_ms, self._finish_average)
+
+    def _hand_over(self, rank: int, effect: HandOver) -> bool:
+        def finish(ranks: tuple[RankFacts, ...]) -> Report:
+            self.work.hand_over(effect.source, effect.at)
+            return self._report(ranks, None)
+
+        return self._meet(rank, self._facts(rank), self.costs.average_ms, finish)
 
     def _merge(self, rank: int, effect: Merge) -> bool:
         facts = RankFacts(samples=effect.samples, batches=0, compute_ms=0.0, exposed_ms=0.0)

@@ -93,7 +93,7 @@ class Decision:
     """A value that was decided and why; goes to the timeline."""
 
     kind: str
-    """plan, split, anchor or guard."""
+    """plan, split, anchor, guard or alone."""
     value: Any
     reason: str
     details: dict[str, Any] = field(default_factory=dict)
@@ -166,6 +166,17 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Meet all ranks, who take over everything that training changed on `source`; the result is a Report.
+
+    One rank has worked alone, the others rested: afterwards it is as if all had taken its steps.
+    """
+
+    source: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Merge:
     """Average float buffers and take the maximum of integer ones, at the end of a segment of shared steps."""
 
@@ -179,5 +190,5 @@ class Note:
     decision: Decision
 
 
-Effect = Take | Expect | Step | SharedStep | Average | Begin | Poll | Collect | Merge | Note
+Effect = Take | Expect | Step | SharedStep | Average | Begin | Poll | Collect | HandOver | Merge | Note
 Policy = Generator[Effect, Any, None]

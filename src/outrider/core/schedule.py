@@ -15,6 +15,7 @@ from outrider.core.effects import (
     Collect,
     Effect,
     Expect,
+    HandOver,
     Merge,
     Note,
     Policy,
@@ -54,6 +55,8 @@ def _entry(effect: Effect, result: object) -> Entry | None:
             return ["shared", batch.start, batch.count, at]
         case Average(samples):
             return ["average", samples]
+        case HandOver(source, at):
+            return ["hand over", source, at]
         case Merge(samples):
             return ["merge", samples]
         case Begin(samples, is_dry):
@@ -72,6 +75,8 @@ def _effect(entry: Entry) -> Effect:
             return SharedStep(Batch(start, count), at)
         case ["average", samples]:
             return Average(samples)
+        case ["hand over", source, at]:
+            return HandOver(source, at)
         case ["merge", samples]:
             return Merge(samples)
         case ["begin", samples, is_dry]:

@@ -107,7 +107,7 @@ def _engine(policy: str, scenario: Scenario) -> Clockwork:
     batch_size = scenario.batch_size if policy != "balanced" else scenario.batch_size * size
     span = Lease(0, scenario.num_samples)
     planner = _OneForAllPlanner(_planner_config(policy, scenario))
-    splitter = _OneForAllSplitter(world_size=size)
+    splitter = _OneForAllSplitter(world_size=size, may_rest=True)
     policies: list[Policy] = [
         open_policy(
             policy,
@@ -205,3 +205,9 @@ class _OneForAllSplitter(Splitter):
             return []
         self._learned = report.window
         return super().learn(report)
+
+    def learn_alone(self, report: Report) -> list[Decision]:
+        if report.window <= self._learned:
+            return []
+        self._learned = report.window
+        return super().learn_alone(report)

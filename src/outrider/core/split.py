@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from outrider.core.alone import Alone
 from outrider.core.effects import Batch, Decision, Report
 from outrider.core.timemodel import Cost, GivenCost, TimeModel, slowest_ms
 from outrider.core.weights import proportions
@@ -148,7 +149,9 @@ class Splitter:
         shares: Sequence[float] | None = None,
         speed_hints: Sequence[float] | None = None,
         caps: Caps | None = None,
+        may_rest: bool = False,
     ) -> None:
+        """`may_rest` where the driver lets one rank work alone while the others rest."""
         self._world_size = world_size
         self._shares = None if shares is None else proportions("shares", shares, world_size=world_size)
         self._hints = None if speed_hints is None else proportions("speed_hints", speed_hints, world_size=world_size)
@@ -159,6 +162,19 @@ class Splitter:
         self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
         self._usual: Split | None = None
         self._decided: tuple[int, ...] | None = None
+        # What a user shared out, or what a device cannot hold, nobody does alone.
+        self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
+        self._alone = Alone()
+
+    @property
+    def lone(self) -> int | None:
+        """The rank that takes whole batches alone from now on, while the others rest; None where all share."""
+        return self._alone.rank
+
+    @property
+    def stretch(self) -> int:
+        """How many of them, before all meet again."""
+        return self._alone.stretch
 
     def next(self, total: int) -> Split:
         """The split of the next step; the same until something is learned."""
@@ -182,11 +198,34 @@ class Splitter:
             if facts.samples and facts.compute_ms > 0:
                 has_shifted |= model.observe(facts.samples, facts.compute_ms)
         if self._exploring_left or has_shifted or self._num_steps % REFIT_EVERY == 0:
-            return self._refit()
-        return []
+            decisions = self._refit()
+            if decisions:
+                return decisions
+        return self._judge_sharing(report)
+
+    def learn_alone(self, report: Report) -> list[Decision]:
+        """Take in a stretch that one rank did alone; returns a decision when all share again."""
+        self._num_steps += max(facts.batches for facts in report.ranks)
+        reason = self._alone.alone(report)
+        if reason is None:
+            return []
+        self._alone.forget()
+        self._exploring_left = EXPLORING_STEPS + 1
+        return [Decision("alone", None, reason), *self._explore()]
+
+    def _judge_sharing(self, report: Report) -> list[Decision]:
+        is_usual = self._usual is not None and report.samples == self._usual.total
+        if not self._may_rest or self._exploring_left or not is_usual or self.lone is not None:
+            return []
+        reason = self._alone.shared(report, self._costs(), report.samples)
+        if reason is None:
+            return []
+        return [Decision("alone", self.lone, reason)]
 
     def share(self, rank: int) -> float:
         """The rank's part of a batch; by the options or equal before the first one."""
+        if self.lone is not None:
+            return 1.0 if rank == self.lone else 0.0
         if self._usual is not None and self._usual.total:
             return self._usual.samples[rank] / self._usual.total
         given = self._shares or self._hints
@@ -200,6 +239,7 @@ class Splitter:
             "exploring_left": self._exploring_left,
             "decided": self._decided and list(self._decided),
             "split": split and {"samples": list(split.samples), "reason": split.reason},
+            "alone": self._alone.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -215,6 +255,8 @@ class Splitter:
         self._decided = state["decided"] and tuple(state["decided"])
         split = state["split"]
         self._usual = split and Split(samples=tuple(split["samples"]), reason=split["reason"])
+        if self._may_rest and "alone" in state:
+            self._alone.restore(state["alone"])
 
     def _refit(self) -> list[Decision]:
         for model in self._models:
@@ -242,6 +284,7 @@ class Splitter:
     def _adopt(self, samples: tuple[int, ...]) -> list[Decision]:
         reason = f"slowest rank takes {slowest_ms(self._costs(), samples):.2f} ms by the fitted times"
         self._usual = Split(samples=samples, reason=reason)
+        self._alone.forget()
         before, self._decided = self._decided, samples
         if samples == before:
             return []

@@ -101,7 +101,8 @@ class _Lab:
             self.eval_feed.start_epoch(in_order(self.eval_feed.num_samples), 0)
         self.planners = [Planner(recipe.planner_config(self.size)) for _ in bench.speeds]
         self.splitters = [
-            Splitter(world_size=self.size, shares=recipe.shares, speed_hints=recipe.speed_hints) for _ in bench.speeds
+            Splitter(world_size=self.size, shares=recipe.shares, speed_hints=recipe.speed_hints, may_rest=True)
+            for _ in bench.speeds
         ]
         average = bench.average_cost if self.size > 1 else 0.0
         self.costs = Costs(step_ms=self._step_time, average_ms=average, gradient_ms=average)

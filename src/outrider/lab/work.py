@@ -15,6 +15,7 @@ from outrider.average.gradients import GradientExchange
 from outrider.average.optimizer_state import OptimizerArena
 from outrider.core.effects import Batch
 from outrider.data.feed import Feed, make_feed
+from outrider.replica import handover
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 
@@ -110,6 +111,20 @@ class ReplicaWork:
         self.settle(samples)
         for rank in range(self.size):
             self.load(rank)
+
+    @torch.no_grad()
+    def hand_over(self, source: int, at: int) -> None:
+        """The arenas share a layout, so the source's numbers are copied as they lie."""
+        giver = self.replicas[source]
+        cargo = handover.pack(giver)
+        for replica in self.replicas:
+            if replica is giver:
+                continue
+            for dtype, flat in replica.arena.flats.items():
+                flat.copy_(giver.arena.flats[dtype])
+            for own, given in zip(replica.arena.integers, giver.arena.integers, strict=True):
+                own.copy_(given)
+            handover.take_over(replica, cargo, at=self.epoch_base + at)
 
     def _took_in(self, rank: int) -> None:
         self.replicas[rank].saw_ranks(self._effective_ranks)

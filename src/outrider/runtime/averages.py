@@ -20,10 +20,12 @@ from outrider.average.gradients import GradientExchange
 from outrider.average.host import HostAverager
 from outrider.average.optimizer_state import OptimizerArena
 from outrider.average.overlap import Overlap
+from outrider.average.relay import Relay
 from outrider.errors import ConfigError, WaitError
+from outrider.replica import handover
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.replica import Replica
-from outrider.runtime.window import BATCHES, NUM_FACTS
+from outrider.runtime.window import BATCHES, NUM_FACTS, SAMPLES
 from outrider.runtime.world import World
 
 
@@ -42,6 +44,7 @@ class Averages(Protocol):
     def is_ready(self) -> bool: ...
     def load(self) -> Settled: ...
     def correct(self) -> Settled: ...
+    def hand_over(self, source: int, facts: Sequence[float], *, at: int) -> Settled: ...
     def wait_for_device(self) -> None: ...
     def state(self) -> dict[str, Any] | None: ...
     def restore(self, state: dict[str, Any] | None) -> None: ...
@@ -89,6 +92,9 @@ class SoloAverages:
 
     correct = load
 
+    def hand_over(self, source: int, facts: Sequence[float], *, at: int) -> Settled:
+        return self.average(round(facts[SAMPLES]), facts)
+
     def wait_for_device(self) -> None:
         _wait_for(self._device)
 
@@ -125,6 +131,7 @@ class GroupAverages:
         verifier = Verifier(world.rank, self._collective.gather) if verify else None
         averager = DeviceAverager if backend == "nccl" else HostAverager
         self._averager = averager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
+        self._relay = Relay(replica.arena, self._collective, device=self._exchange.device, timeout_s=world.timeout_s)
         self._timeout_s = world.timeout_s
         self._batches_by_rank = [0.0] * world.size
         self._has_optimizer = False
@@ -136,11 +143,7 @@ class GroupAverages:
 
     def start_from_rank_zero(self) -> None:
         """Everybody gets rank 0's parameters and buffers; they are the first common point."""
-        arena = self._replica.arena
-        for tensor in [*arena.flats.values(), *arena.integers]:
-            travelling = tensor.to(self._exchange.device)
-            self._collective.broadcast_([travelling])
-            tensor.copy_(travelling)
+        self._relay.arena(0)
         self._exchange.reset_ref()
 
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
@@ -185,6 +188,21 @@ class GroupAverages:
 
     def correct(self) -> Settled:
         return self._saw(self._averager.correct())
+
+    def hand_over(self, source: int, facts: Sequence[float], *, at: int) -> Settled:
+        """Every rank goes on as if it had taken the steps of `source`; `total_ms` leaves the wait for it out."""
+        replica = self._replica
+        assert isinstance(replica, Replica), "in a user's loop nobody rests"
+        is_source = replica.rank == source
+        relayed = self._relay.everything(source, facts=facts, cargo=handover.pack(replica) if is_source else b"")
+        if not is_source:
+            handover.take_over(replica, relayed.cargo, at=at)
+        return Settled(
+            facts=relayed.facts,
+            total_samples=round(sum(row[SAMPLES] for row in relayed.facts)),
+            drift=None,
+            total_ms=relayed.ms,
+        )
 
     def _saw(self, settled: Settled) -> Settled:
         self._replica.saw_ranks(settled.effective_ranks)

@@ -18,6 +18,7 @@ from outrider.core.effects import (
     Collect,
     Effect,
     Expect,
+    HandOver,
     Lease,
     Merge,
     Note,
@@ -96,6 +97,7 @@ class Driver:
             Begin: self._begin,
             Poll: self._poll,
             Collect: self._collect,
+            HandOver: self._hand_over,
             Merge: self._merge,
             Note: self._note,
         }
@@ -176,6 +178,10 @@ class Driver:
     # Steps
 
     def _step(self, replica: Replica, effect: Step) -> None:
+        if self._has_shared and self.clock is not None:
+            # Shared steps have a clock of their own.
+            self.clock.restart()
+            self._has_shared = False
         started_s = time.perf_counter()
         with self.throttle:
             data = self._data_for(replica, effect.batch)
@@ -286,6 +292,26 @@ class Driver:
             settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
         report = self._report(settled, is_blocking=False)
         self._record_average(report, (settled.total_ms or 0.0) / 1e3)
+        return report
+
+    def _hand_over(self, effect: HandOver) -> Report:
+        is_source = self.replica.rank == effect.source
+        if is_source:
+            self._wait_for_device()
+            self._end_window()
+        started_s = time.perf_counter()
+        settled = self.averages.hand_over(effect.source, self.facts(), at=self.epoch_base + effect.at)
+        elapsed_s = time.perf_counter() - started_s
+        rested_s = 0.0 if is_source else max(0.0, elapsed_s - (settled.total_ms or 0.0) / 1e3)
+        self.window.exposed_s = elapsed_s - rested_s
+        self.account.wait_s += rested_s
+        self.recorder.wait("rest", rested_s)
+        self._has_shared = False
+        if self.clock is not None:
+            self.clock.restart()
+        report = self._report(settled, is_blocking=True)
+        if is_source:
+            self._record_average(report, elapsed_s)
         return report
 
     def _merge(self, effect: Merge) -> None:

@@ -85,7 +85,9 @@ class RankRun:
         self.commit = commit() if world.rank == 0 else None
         self.recorder = Recorder(world.rank, origin_s=setting.origin_s)
         self.planner = Planner(recipe.planner_config(world.size))
-        self.splitter = Splitter(world_size=world.size, shares=recipe.shares, speed_hints=recipe.speed_hints)
+        self.splitter = Splitter(
+            world_size=world.size, shares=recipe.shares, speed_hints=recipe.speed_hints, may_rest=True
+        )
         self.epoch = 0
         self.position = 0
         self.train_s = 0.0

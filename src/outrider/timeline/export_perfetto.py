@@ -16,7 +16,7 @@ from outrider.timeline.spans import LANES, Span
 WORLD = 0
 """The process of what concerns all ranks; rank r is process r + 1."""
 _IDLE = len(LANES)
-_MARKS = ("anchor", "guard", "split", "compensation", "checkpoint", "resume")
+_MARKS = ("anchor", "guard", "split", "alone", "compensation", "checkpoint", "resume")
 
 
 def as_trace(timeline: Timeline) -> str:

@@ -35,6 +35,7 @@ CAUSE_COLOURS = {
     "startup": "#9aa5b1",
     "epoch boundary": "#5f7486",
     "average": "#e2a72e",
+    "rest": "#b7c4a1",
     "data": "#a463b8",
     "evaluation": "#35a79c",
     "unexplained": "#d64545",

@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 Event = dict[str, Any]
 """`t` seconds since the start of the run, `rank`, `kind`, and what belongs to the kind."""
 
-CAUSES = ("startup", "epoch boundary", "average", "data", "evaluation")
+CAUSES = ("startup", "epoch boundary", "average", "rest", "data", "evaluation")
 """Why a rank waited."""
 
 

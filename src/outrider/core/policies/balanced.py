@@ -1,13 +1,29 @@
 """Policy `balanced`: gradients averaged at every step, the global batch split in proportion to speed.
 
 Decides the split of each step; the gradient, weighted by samples, is exactly that of one device with the whole batch.
+Where sharing steps is slower than one rank alone, that rank takes whole batches and the others rest.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
+from itertools import islice
 
-from outrider.core.effects import Batch, Expect, Lease, Merge, Note, Policy, Report, Seat, SharedStep
+from outrider.core.effects import (
+    Batch,
+    Effect,
+    Expect,
+    HandOver,
+    Lease,
+    Merge,
+    Note,
+    Policy,
+    Report,
+    Seat,
+    SharedStep,
+    Step,
+)
 from outrider.core.split import Splitter
 
 STEPS_AHEAD = 2
@@ -20,17 +36,32 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
     wholes = span.batches(seat.batch_size)
     mine = 0
     while True:
-        while len(coming) < STEPS_AHEAD and (whole := next(wholes, None)) is not None:
+        while splitter.lone is None and len(coming) < STEPS_AHEAD and (whole := next(wholes, None)) is not None:
             batch = splitter.next(whole.count).batch(seat.rank, whole.start)
             coming.append((whole, batch))
             yield Expect((batch,))
-        if not coming:
+        if coming:
+            whole, batch = coming.popleft()
+            report: Report = yield SharedStep(batch, at=whole.start)
+            mine += batch.count
+            decisions = splitter.learn(report)
+        elif splitter.lone is not None and (stretch := tuple(islice(wholes, splitter.stretch))):
+            report = yield from _alone(seat, splitter.lone, stretch)
+            mine += report.ranks[seat.rank].samples
+            decisions = splitter.learn_alone(report)
+        else:
             break
-        whole, batch = coming.popleft()
-        report: Report = yield SharedStep(batch, at=whole.start)
-        mine += batch.count
-        for decision in splitter.learn(report):
+        for decision in decisions:
             yield Note(decision)
         if report.wants_stop:
             break
     yield Merge(samples=mine)
+
+
+def _alone(seat: Seat, lone: int, stretch: tuple[Batch, ...]) -> Generator[Effect, Report, Report]:
+    """Whole batches on one rank; the others wait to be handed what it learned."""
+    if seat.rank == lone:
+        yield Expect(stretch)
+        for batch in stretch:
+            yield Step(batch, at=batch.start)
+    return (yield HandOver(source=lone, at=stretch[-1].start))

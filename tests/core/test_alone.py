@@ -1,0 +1,189 @@
+"""When one rank works alone: told by times that are made up here, learned by the real splitter and policy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.core.alone import SHARED_STEPS, STRETCH_MAX, STRETCH_MIN, TRIAL_PART, TRIAL_STEPS, Alone
+from outrider.core.effects import RankFacts, Report
+from outrider.core.simulate import Network, Scenario, Speed, simulate
+from outrider.core.split import Splitter
+from outrider.core.timemodel import GivenCost
+
+FAST, SLOW = GivenCost(0.0, 0.01), GivenCost(1.0, 0.05)
+TOTAL = 100
+"""Samples of a batch: 1 ms on the fast rank alone."""
+
+
+def shared(*, ms: float, exposed_ms: float = 0.0) -> Report:
+    facts = RankFacts(samples=TOTAL // 2, batches=1, compute_ms=ms - exposed_ms, exposed_ms=exposed_ms)
+    return Report(window=0, ranks=(facts, facts))
+
+
+def stretch(*, ms: float, batches: int = 64) -> Report:
+    worked = RankFacts(samples=batches * TOTAL, batches=batches, compute_ms=ms * batches, exposed_ms=0.0)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    return Report(window=0, ranks=(worked, rested))
+
+
+def going_alone(*, shared_ms: float = 2.0) -> Alone:
+    alone = Alone()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=shared_ms), (FAST, SLOW), TOTAL)
+    assert alone.rank == 0
+    return alone
+
+
+def test_a_rank_goes_on_alone_where_that_is_quicker_than_sharing() -> None:
+    alone = Alone()
+    reasons = [alone.shared(shared(ms=2.0, exposed_ms=0.5), (FAST, SLOW), TOTAL) for _ in range(SHARED_STEPS)]
+    assert reasons == [None] * (SHARED_STEPS - 1) + [
+        "a shared step takes 2.00 ms, rank 0 alone 1.00 ms by its fitted time"
+    ]
+
+
+def test_the_quickest_rank_is_the_one() -> None:
+    alone = Alone()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=2.0), (SLOW, FAST), TOTAL)
+    assert alone.rank == 1
+
+
+@pytest.mark.parametrize("shared_ms", [0.5, 1.0, 1.04])
+def test_all_share_where_alone_is_not_clearly_quicker(shared_ms: float) -> None:
+    alone = Alone()
+    for _ in range(10 * SHARED_STEPS):
+        assert alone.shared(shared(ms=shared_ms), (FAST, SLOW), TOTAL) is None
+    assert alone.rank is None
+
+
+def test_one_hiccup_sends_nobody_to_rest() -> None:
+    alone = Alone()
+    for number in range(10 * SHARED_STEPS):
+        alone.shared(shared(ms=100.0 if number == 3 else 0.9), (FAST, SLOW), TOTAL)
+    assert alone.rank is None
+
+
+def test_the_first_stretch_carries_the_warm_up() -> None:
+    alone = going_alone(shared_ms=2.0)
+    assert alone.alone(stretch(ms=50.0)) is None
+    assert alone.alone(stretch(ms=1.5)) is None
+    assert alone.rank == 0
+
+
+def test_steps_are_shared_again_where_alone_turns_out_slower() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0))
+    assert alone.alone(stretch(ms=2.5)) == "rank 0 alone takes 2.50 ms, a shared step 2.00 ms"
+    assert alone.rank is None
+
+
+def test_what_turned_out_slower_is_not_tried_again_soon() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0))
+    alone.alone(stretch(ms=2.5))
+    steps = 0
+    while alone.rank is None:
+        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+        steps += 1
+    assert steps == TRIAL_STEPS / TRIAL_PART
+
+
+@pytest.mark.parametrize("shared_ms", [2.0, 20.0])
+def test_the_ranks_that_rest_are_tried_again_at_a_hundredth_of_the_time(shared_ms: float) -> None:
+    alone = going_alone(shared_ms=shared_ms)
+    steps = 0
+    while (reason := alone.alone(stretch(ms=1.0, batches=16))) is None:
+        steps += 16
+    assert reason == "the other ranks have rested for long, and are tried again"
+    assert steps == pytest.approx(100 * TRIAL_STEPS * shared_ms, rel=0.01)
+
+
+def test_short_stretches_are_judged_together() -> None:
+    alone = going_alone(shared_ms=2.0)
+    reasons = [alone.alone(stretch(ms=9.0, batches=3)) for _ in range(7)]
+    # The first is warm-up; the next six have 18 steps, enough to judge.
+    assert [reason is None for reason in reasons] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(("per_sample_ms", "steps"), [(0.01, STRETCH_MAX), (0.05, 200), (5.0, STRETCH_MIN)])
+def test_a_stretch_lasts_about_a_second(per_sample_ms: float, steps: int) -> None:
+    alone = Alone()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=5_000.0), (GivenCost(0.0, per_sample_ms),), TOTAL)
+    assert alone.stretch == steps
+
+
+# In the splitter
+
+
+def told(splitter: Splitter, *, steps: int, exposed_ms: float) -> list[object]:
+    """Steps of a fast rank and one a fifth as fast, which repeats an update of 4 ms; who works alone after each."""
+    lone: list[object] = []
+    for _ in range(steps):
+        samples = splitter.next(TOTAL).samples
+        times_ms = (0.2 + 0.01 * samples[0], 4.0 + 0.05 * samples[1])
+        ranks = tuple(
+            RankFacts(samples=count, batches=count > 0, compute_ms=ms, exposed_ms=exposed_ms + max(times_ms) - ms)
+            for count, ms in zip(samples, times_ms, strict=True)
+        )
+        splitter.learn(Report(window=0, ranks=ranks))
+        lone.append(splitter.lone)
+    return lone
+
+
+def test_the_splitter_leaves_a_rank_that_only_holds_up_the_other() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    assert told(splitter, steps=64, exposed_ms=0.3)[-1] == 0
+    assert (splitter.share(0), splitter.share(1)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"may_rest": True, "shares": (0.5, 0.5)}, {"may_rest": True, "caps": (90, 90)}]
+)
+def test_nobody_rests_where_shares_were_given_or_memory_binds_or_the_driver_cannot(options: dict[str, object]) -> None:
+    splitter = Splitter(world_size=2, **options)  # type: ignore[arg-type]
+    assert set(told(splitter, steps=64, exposed_ms=0.3)) == {None}
+
+
+def test_sharing_is_explored_anew_after_a_rest() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    while not (decisions := splitter.learn_alone(stretch(ms=1.2, batches=512))):
+        assert splitter.lone == 0
+    assert [(decision.kind, decision.value) for decision in decisions] == [("alone", None)]
+    assert splitter.lone is None
+    assert min(splitter.next(TOTAL).samples) > 0
+
+
+def test_who_works_alone_outlives_a_checkpoint() -> None:
+    splitter, resumed = (Splitter(world_size=2, may_rest=True) for _ in range(2))
+    told(splitter, steps=64, exposed_ms=0.3)
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    assert (resumed.lone, resumed.stretch) == (splitter.lone, splitter.stretch)
+    assert resumed.state() == splitter.state()
+
+
+def test_a_checkpoint_from_before_anybody_could_rest_can_be_resumed() -> None:
+    state = Splitter(world_size=2).state()
+    del state["alone"]
+    resumed = Splitter(world_size=2, may_rest=True)
+    resumed.restore(state)
+    assert resumed.lone is None
+
+
+# In the simulator
+
+
+def test_over_a_slow_network_balanced_is_about_as_fast_as_the_fast_rank_alone() -> None:
+    speeds = (Speed(per_sample_ms=0.01), Speed(per_sample_ms=0.05))
+    far = Scenario(speeds=speeds, network=Network(latency_ms=5.0), num_samples=1_000_000, batch_size=32)
+    near = Scenario(
+        speeds=speeds, network=Network(latency_ms=0.001), num_samples=1_000_000, batch_size=32, model_bytes=4
+    )
+    alone = 1e3 / speeds[0].per_sample_ms
+    assert 0.9 * alone < simulate("balanced", far).samples_per_s < alone
+    assert simulate("balanced", near).samples_per_s > 1.1 * alone
+    assert simulate("sync", far).samples_per_s < 0.1 * alone

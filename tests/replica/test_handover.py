@@ -1,0 +1,109 @@
+"""What a replica takes over from another that worked alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.replica.handover import pack, take_over
+from outrider.replica.recipe import Recipe
+from outrider.replica.replica import Replica
+
+CPU = torch.device("cpu")
+DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+}
+
+
+class TwoPaths(nn.Module):
+    """The second path is taken from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.num_calls = 0
+
+    def forward(self, inputs: Any) -> Any:
+        self.num_calls += 1
+        return self.first(inputs) if self.num_calls < 3 else self.second(inputs)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+
+
+def make(optimizer: Callable[..., Any], model: Callable[[], nn.Module] = lambda: nn.Linear(3, 2)) -> Replica:
+    recipe = Recipe(
+        model=model,
+        optimizer=optimizer,
+        scheduler=falling,
+        step=lambda model, batch: model(batch).square().mean(),
+        dataset=DATA,
+        batch_size=4,
+        policy="balanced",
+    )
+    return Replica(recipe, device=CPU, rank=0, name="cpu")
+
+
+def steps(replica: Replica, *, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        replica.step(DATA, samples=8, at=8 * number)
+
+
+def hand_over(giver: Replica, taker: Replica, *, at: int) -> None:
+    taker.model.load_state_dict(giver.model.state_dict())
+    take_over(taker, pack(giver), at=at)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_who_took_over_goes_on_to_the_same_bits(optimizer: Callable[..., Any]) -> None:
+    giver, taker = make(optimizer), make(optimizer)
+    steps(giver, start=0, stop=5)
+    steps(taker, start=0, stop=1)
+    hand_over(giver, taker, at=32)
+    for replica in (giver, taker):
+        steps(replica, start=5, stop=8)
+    assert torch.equal(giver.model.weight, taker.model.weight)
+    assert (taker.steps, taker.learning_rate) == (giver.steps, giver.learning_rate)
+
+
+def test_the_learning_rate_follows_before_the_next_step() -> None:
+    giver, taker = make(OPTIMIZERS["adam"]), make(OPTIMIZERS["adam"])
+    steps(giver, start=0, stop=4)
+    steps(taker, start=0, stop=1)
+    hand_over(giver, taker, at=24)
+    assert taker.learning_rate == giver.learning_rate == pytest.approx(0.01 * 0.5**6)
+
+
+def test_state_keeps_its_place_in_memory() -> None:
+    giver, taker = make(OPTIMIZERS["adam"]), make(OPTIMIZERS["adam"])
+    steps(giver, start=0, stop=3)
+    steps(taker, start=0, stop=1)
+    state = taker.optimizer.state[taker.model.weight]
+    before = {key: value.data_ptr() for key, value in state.items()}
+    hand_over(giver, taker, at=16)
+    assert {key: value.data_ptr() for key, value in state.items()} == before
+    assert state["step"].item() == 3.0
+
+
+def test_state_that_was_not_there_is_taken_over_too() -> None:
+    giver, taker = make(OPTIMIZERS["adam"], TwoPaths), make(OPTIMIZERS["adam"], TwoPaths)
+    steps(giver, start=0, stop=4)
+    steps(taker, start=0, stop=1)
+    assert taker.model.second.weight not in taker.optimizer.state
+    hand_over(giver, taker, at=24)
+    taker.model.num_calls = giver.model.num_calls
+    for replica in (giver, taker):
+        steps(replica, start=4, stop=6)
+    assert torch.equal(giver.model.second.weight, taker.model.second.weight)
