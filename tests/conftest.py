@@ -12,6 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# `repeatable` tries the same examples every time: CI tells what a change did, and luck finds its faults elsewhere.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("thorough", max_examples=2_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # What ends by itself may take a moment: a thread that is joined later, a process that is being reaped.
 _PATIENCE_S = 3.0
