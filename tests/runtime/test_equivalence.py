@@ -248,7 +248,7 @@ def resting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         devices="cpu,cpu",
         policy="balanced",
         record_schedule=True,
-        **options(epochs=3),
+        **options(epochs=3, batch_size=BATCH // 2),
     ).join()
     return folder
 
@@ -257,6 +257,9 @@ def test_balanced_lets_a_rank_rest_that_only_holds_up_the_other(resting_run: Pat
     events = json.loads((resting_run / "timeline.json").read_text())["events"]
     assert [event["value"] for event in events if event["kind"] == "alone"] == [0]
     assert {event["rank"] for event in events if event["kind"] == "wait" and event["cause"] == "rest"} == {1}
+    rests = [(e["t"] - e["ms"] / 1e3, e["t"]) for e in events if e["kind"] == "wait" and e["cause"] == "rest"]
+    windows = [(e["start"], e["t"]) for e in events if e["kind"] == "window" and e["rank"] == 1]
+    assert max(min(stop, end) - max(start, begin) for start, stop in windows for begin, end in rests) < 0.01
     last = json.loads((resting_run / "record.json").read_text())["epochs"][-1]
     assert (last["samples"], last["share_by_rank"]) == (SIZE, [1.0, 0.0])
     assert last["wait_fraction"] > 0.3
@@ -273,7 +276,7 @@ def test_the_lab_repeats_a_run_in_which_one_rank_worked_alone_bit_for_bit(restin
         optimizer=SlowAdam,
         step=step,
         dataset=data(),
-        batch_size=BATCH,
+        batch_size=BATCH // 2,
         epochs=3,
         seed=SEED,
         policy="balanced",

@@ -299,6 +299,8 @@ class Driver:
         if is_source:
             self._wait_for_device()
             self._end_window()
+        else:
+            self.window_log.end()
         started_s = time.perf_counter()
         settled = self.averages.hand_over(effect.source, self.facts(), at=self.epoch_base + effect.at)
         elapsed_s = time.perf_counter() - started_s
