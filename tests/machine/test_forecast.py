@@ -40,6 +40,10 @@ def test_averaging_every_step_over_the_host_costs_more() -> None:
     assert gains([1.0, 1.0], backend="cpu")["async"] == gains([1.0, 1.0])["async"]
 
 
+def test_balanced_is_never_slower_than_the_fastest_alone() -> None:
+    assert gains([1.0, 0.4], backend="cpu")["balanced"] == 1.0
+
+
 @given(speeds=SPEEDS)
 def test_sync_never_beats_balanced(speeds: list[float]) -> None:
     assert gains(speeds)["sync"] <= gains(speeds)["balanced"] + 1e-9

@@ -88,7 +88,8 @@ def policy_gains(speeds: list[float], *, backend: str) -> tuple[PolicyGain, ...]
     total, in_step = sum(speeds), len(speeds) * min(speeds)
     return (
         PolicyGain(policy="sync", gain=in_step * step, formula=f"devices × slowest × {step:.2f}"),
-        PolicyGain(policy="balanced", gain=total * step, formula=f"sum of speeds × {step:.2f}"),
+        # Where sharing every step would lose, the others rest.
+        PolicyGain(policy="balanced", gain=max(1.0, total * step), formula=f"sum of speeds × {step:.2f}, at least 1"),
         PolicyGain(policy="cadence", gain=total * CADENCE_EFFICIENCY, formula=f"sum of speeds × {CADENCE_EFFICIENCY}"),
         PolicyGain(policy="async", gain=total * ASYNC_EFFICIENCY, formula=f"sum of speeds × {ASYNC_EFFICIENCY}"),
     )
