@@ -16,7 +16,8 @@ from outrider.core.timemodel import Cost
 
 SHARED_STEPS = 16
 """As many are measured before they are judged."""
-GAIN_MIN = 0.05
+# Fitted while others computed too, the time of a rank alone comes out too long: where it is close, it is tried.
+TRIED_BELOW = 1.15
 STRETCH_MS = 1000.0
 STRETCH_MIN, STRETCH_MAX = 16, 512
 # The other way is tried again now and then, at a cost of about this part of the time; a trial explores, then measures.
@@ -25,7 +26,7 @@ TRIAL_PART = 0.01
 
 
 class Alone:
-    """Compares a rank alone with shared steps: by its fitted time at first, then by what it really takes."""
+    """Compares a rank alone with shared steps: its fitted time decides whether to try, what it really takes to stay."""
 
     def __init__(self) -> None:
         self.rank: int | None = None
@@ -34,12 +35,14 @@ class Alone:
         self._expected_ms = 0.0
         # Steps until the other way is tried.
         self._left = 0
-        self._has_warmed_up = False
+        self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
 
     @property
     def stretch(self) -> int:
-        """Steps until the ranks meet again: about a second, so that a wish to stop is heard."""
+        """Steps until the ranks meet again: few on trial, then about a second, so that a wish to stop is heard."""
+        if not self._is_proven:
+            return STRETCH_MIN
         return max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / max(self._expected_ms, 1e-6))))
 
     def forget(self) -> None:
@@ -54,13 +57,13 @@ class Alone:
             return None
         times_ms = [cost.fixed_ms + cost.per_sample_ms * total for cost in costs]
         alone_ms = min(times_ms)
-        if alone_ms >= (1 - GAIN_MIN) * self._shared:
+        if alone_ms >= TRIED_BELOW * self._shared:
             self._left = SHARED_STEPS
             return None
         self.rank = times_ms.index(alone_ms)
         self._expected_ms = alone_ms
         self._left = round(TRIAL_STEPS * self._shared / max(alone_ms, 1e-6) / TRIAL_PART)
-        self._has_warmed_up = False
+        self._has_warmed_up = self._is_proven = False
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
     def alone(self, report: Report) -> str | None:
@@ -75,6 +78,7 @@ class Alone:
         self._has_warmed_up = True
         if self._batches >= SHARED_STEPS:
             self._expected_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
+            self._is_proven = True
             if self._expected_ms > self._shared:
                 reason = f"rank {self.rank} alone takes {self._expected_ms:.2f} ms, a shared step {self._shared:.2f} ms"
                 self._left = round(TRIAL_STEPS / TRIAL_PART)
