@@ -16,7 +16,7 @@ few=solo-0,nccl-async,cpu-async,nccl-balanced
 
 sweep() {
   "${outrider[@]}" bench sweep --preset full --devices "$pair" --data "$data" --output "$output" \
-    --set precision=bf16 --set threads_per_rank=1 "$@"
+    --set precision=bf16 --set threads_per_rank=1 --set timeout_s=120 "$@"
 }
 # By default slices keep the model's own format, for large models can stand still in channels_last there; this one does not.
 resnet20() { sweep --set memory_format=channels_last "$@"; }
