@@ -110,6 +110,17 @@ def test_the_ranks_that_rest_are_tried_again_at_a_hundredth_of_the_time(shared_m
     assert steps == pytest.approx(100 * TRIAL_STEPS * shared_ms, rel=0.01)
 
 
+def test_what_was_measured_before_a_trial_of_sharing_is_not_counted_after_it() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_790))
+    assert alone.alone(stretch(ms=100.0, batches=SHARED_STEPS - 1)) is not None
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    for _ in range(2):
+        alone.alone(stretch(ms=1.0, batches=STRETCH_MIN))
+    assert alone.rank == 0
+
+
 def test_short_stretches_are_judged_together() -> None:
     alone = going_alone(shared_ms=2.0)
     reasons = [alone.alone(stretch(ms=9.0, batches=3)) for _ in range(7)]
@@ -165,6 +176,18 @@ def test_sharing_is_explored_anew_after_a_rest() -> None:
     assert [(decision.kind, decision.value) for decision in decisions] == [("alone", None)]
     assert splitter.lone is None
     assert min(splitter.next(TOTAL).samples) > 0
+
+
+def test_shared_steps_that_were_on_their_way_change_nothing_for_who_works_alone() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    for _ in range(32):
+        slow = RankFacts(samples=TOTAL, batches=1, compute_ms=50.0, exposed_ms=0.0)
+        quick = RankFacts(samples=1, batches=1, compute_ms=0.01, exposed_ms=0.0)
+        assert splitter.learn(Report(window=0, ranks=(slow, quick))) == []
+    for _ in range(2):
+        splitter.learn_alone(stretch(ms=1.2))
+    assert splitter.lone == 0
 
 
 def test_who_works_alone_outlives_a_checkpoint() -> None:

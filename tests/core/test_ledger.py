@@ -17,11 +17,12 @@ PRIMES = [2, 3, 7, 31, 101, 499, 997, 1999, 4001]
 paces = st.lists(st.floats(min_value=1.0, max_value=20.0), min_size=1, max_size=5)
 batch_sizes = st.sampled_from([1, 3, 7, 16, 33, 64])
 unhurried = settings(deadline=None)
+ROUNDING = 1 + 1e-6
 
 
 def slack(paces: list[float]) -> float:
-    """Two ranks see each other's leases; of more, two may count on the same third (at worst 1.17 in 80,000 tries)."""
-    return 1 + 1e-6 if len(paces) < 3 else 1.5
+    """Of four ranks and more, two may count on the same other: 11 times in 230,000 tries, and by 1.19 at worst."""
+    return ROUNDING if len(paces) < 4 else 1.25
 
 
 @dataclass
@@ -104,7 +105,7 @@ def test_after_a_change_of_speed_all_still_finish_within_one_batch_when_leases_a
 ) -> None:
     at_ms = half_time_ms(total, batch_size, paces)
     finished = run_epoch(total, batch_size, len(paces), changing(paces, factor=factor, at_ms=at_ms), wanted=1)
-    assert finished.spread_ms <= max(paces[0] * factor, *paces) * slack(paces)
+    assert finished.spread_ms <= max(paces[0] * factor, *paces) * ROUNDING
 
 
 @unhurried

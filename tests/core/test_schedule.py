@@ -39,7 +39,7 @@ def test_steps_and_averages_come_back_as_they_were() -> None:
         Step(Batch(3, 4), at=7),
         Average(samples=4),
         SharedStep(Batch(7, 0), at=9),
-        HandOver(source=1, at=12),
+        HandOver(source=1, samples=4, at=12),
         Merge(samples=11),
         Begin(samples=4, is_dry=True),
         Collect(),

@@ -278,7 +278,7 @@ def test_a_state_from_captured_steps_goes_on_in_eager_ones() -> None:
 def test_a_layer_frozen_between_segments_stays_as_it_is() -> None:
     trained = Trained(recipe()).steps(5)
     assert trained.replica.captured is not None
-    trained.replica.captured.rest()
+    trained.replica.captured.sleep()
     first = trained.replica.model[0].weight
     first.requires_grad_(False)
     trained.replica.captured.wake()

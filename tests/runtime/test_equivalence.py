@@ -65,24 +65,16 @@ def options(**changes: Any) -> dict[str, Any]:
     return {"batch_size": BATCH, "epochs": 2, "seed": SEED, "threads_per_rank": 1, **changes}
 
 
-def run_for_real(folder: Path, model: Any, **changes: Any) -> Path:
-    run = outrider.train(model, make_optimizer, step, data(), run_dir=folder, **options(**changes))
+def run_for_real(folder: Path, model: Any, *, optimizer: Any = make_optimizer, **changes: Any) -> Path:
+    run = outrider.train(model, optimizer, step, data(), run_dir=folder, **options(**changes))
     run.join()
     return folder
 
 
 def replayed_in_lab(folder: Path, model: Any, *, ranks: int, **changes: Any) -> dict[str, torch.Tensor]:
     segments = json.loads((folder / "schedule.json").read_text())["segments"]
-    recipe = Recipe(
-        model=model,
-        optimizer=make_optimizer,
-        step=step,
-        dataset=data(),
-        batch_size=BATCH,
-        epochs=2,
-        seed=SEED,
-        **changes,
-    )
+    basics = {"optimizer": make_optimizer, "batch_size": BATCH, "epochs": 2}
+    recipe = Recipe(model=model, step=step, dataset=data(), seed=SEED, **{**basics, **changes})
     return train_in_lab(recipe, Bench(speeds=(1.0,) * ranks), schedule=segments).state_dict()
 
 
@@ -226,6 +218,10 @@ def test_sync_equals_torch_ddp_on_the_same_batches(tmp_path: Path) -> None:
     assert (ours - expected).abs().max() < 1e-6
 
 
+# Steps enough in an epoch that a rank rests in the middle of one.
+RESTING: dict[str, Any] = {"batch_size": BATCH // 2, "epochs": 3}
+
+
 class SlowAdam(torch.optim.Adam):
     """Its update takes rank 1 so long that sharing steps with it only costs time."""
 
@@ -238,19 +234,15 @@ class SlowAdam(torch.optim.Adam):
 @pytest.fixture(scope="module")
 def resting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Policy balanced, where rank 0 comes to work alone."""
-    folder = tmp_path_factory.mktemp("balanced")
-    outrider.train(
+    return run_for_real(
+        tmp_path_factory.mktemp("balanced"),
         make_normed_model,
-        SlowAdam,
-        step,
-        data(),
-        run_dir=folder,
+        optimizer=SlowAdam,
         devices="cpu,cpu",
         policy="balanced",
         record_schedule=True,
-        **options(epochs=3, batch_size=BATCH // 2),
-    ).join()
-    return folder
+        **RESTING,
+    )
 
 
 def test_balanced_lets_a_rank_rest_that_only_holds_up_the_other(resting_run: Path) -> None:
@@ -270,18 +262,7 @@ def test_a_run_in_which_one_rank_worked_alone_uses_every_sample_once(resting_run
 
 
 def test_the_lab_repeats_a_run_in_which_one_rank_worked_alone_bit_for_bit(resting_run: Path) -> None:
-    segments = json.loads((resting_run / "schedule.json").read_text())["segments"]
-    recipe = Recipe(
-        model=make_normed_model,
-        optimizer=SlowAdam,
-        step=step,
-        dataset=data(),
-        batch_size=BATCH // 2,
-        epochs=3,
-        seed=SEED,
-        policy="balanced",
-    )
-    again = train_in_lab(recipe, Bench(speeds=(1.0, 1.0)), schedule=segments).state_dict()
+    again = replayed_in_lab(resting_run, make_normed_model, ranks=2, optimizer=SlowAdam, policy="balanced", **RESTING)
     trained = load_file(resting_run / "model.safetensors")
     assert {name: torch.equal(tensor, again[name]) for name, tensor in trained.items()} == dict.fromkeys(trained, True)
 

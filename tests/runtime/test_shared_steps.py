@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from outrider.core.effects import Batch, Lease, Report, SharedStep
+from outrider.core.effects import Batch, HandOver, Lease, Report, SharedStep, Step
 from outrider.data.feed import make_feed
 from outrider.data.leases import LocalLeases
 from outrider.replica.recipe import Recipe
@@ -64,10 +65,10 @@ def three_steps(reports: list[Report]) -> Iterator[SharedStep]:
         reports.append((yield SharedStep(Batch(4 * number, 4), at=4 * number)))
 
 
-def run(driver: Driver) -> list[Report]:
+def run(driver: Driver, policy: Callable[[list[Report]], Any] = three_steps) -> list[Report]:
     reports: list[Report] = []
     driver.feed.start_epoch(torch.arange(12), 0)
-    driver.run(three_steps(reports), leases=LocalLeases(Lease(0, 12), batch_size=4), epoch_base=0)
+    driver.run(policy(reports), leases=LocalLeases(Lease(0, 12), batch_size=4), epoch_base=0)
     return reports
 
 
@@ -83,6 +84,20 @@ def test_a_device_tells_of_a_shared_step_with_the_next_one(driver: Driver) -> No
 def test_the_samples_of_every_step_are_accounted_for_at_once(driver: Driver) -> None:
     driver._shared_clock = ToldClock()
     run(driver)
+    assert (driver.reached, driver.samples, driver.replica.steps) == (12, 12, 3)
+
+
+def shared_then_alone(reports: list[Report]) -> Iterator[SharedStep | Step | HandOver]:
+    reports.append((yield SharedStep(Batch(0, 4), at=0)))
+    yield Step(Batch(4, 4), at=4)
+    yield Step(Batch(8, 4), at=8)
+    reports.append((yield HandOver(source=0, samples=8, at=8)))
+
+
+def test_a_shared_step_that_is_told_when_one_rank_has_worked_alone_counts_once(driver: Driver) -> None:
+    driver._shared_clock = ToldClock()
+    reports = run(driver, shared_then_alone)
+    assert [report.ranks[0].samples for report in reports] == [0, 12]
     assert (driver.reached, driver.samples, driver.replica.steps) == (12, 12, 3)
 
 

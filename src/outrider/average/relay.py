@@ -54,10 +54,8 @@ class Relay:
         *rows, sizes = zip(*self._gathered([*facts, float(len(cargo))]), strict=True)
         started_s = time.perf_counter()
         self.arena(source)
-        travelling = torch.zeros(round(sizes[source]), dtype=torch.uint8)
-        if self._collective.rank == source:
-            travelling.copy_(torch.frombuffer(bytearray(cargo), dtype=torch.uint8))
-        travelling = travelling.to(self._device)
+        own = bytearray(cargo) if self._collective.rank == source else bytearray(round(sizes[source]))
+        travelling = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
         self._collective.broadcast_([travelling], source)
         self._collective.finish(self._timeout_s)
         received = travelling.cpu().numpy().tobytes()

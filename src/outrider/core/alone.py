@@ -64,6 +64,7 @@ class Alone:
         self._expected_ms = alone_ms
         self._left = round(TRIAL_STEPS * self._shared / max(alone_ms, 1e-6) / TRIAL_PART)
         self._has_warmed_up = self._is_proven = False
+        self._ms, self._batches = 0.0, 0
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
     def alone(self, report: Report) -> str | None:

@@ -173,6 +173,7 @@ class HandOver:
     """
 
     source: int
+    samples: int
     at: int
 
 

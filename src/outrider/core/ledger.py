@@ -34,7 +34,8 @@ def lease_size(wanted: int, remaining: int, *, share: float, batch_size: int, ot
     where the others, after the leases they hold, do every remaining batch in the time this rank needs for one.
     Only holders count, and a holder asks again: so the last to ask is never refused and no position is left behind,
     whatever the ranks believe about their shares. The fastest is never refused while the others are at work.
-    Two ranks finish within one batch of the slower. Of more, two may count on the same third: it may take longer.
+    Up to three ranks finish within one batch of the slowest. Of more, two may count on the same other, and are seldom
+    up to a fifth later.
     """
     if wanted <= 0 or remaining <= 0:
         return 0

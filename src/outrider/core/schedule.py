@@ -55,8 +55,8 @@ def _entry(effect: Effect, result: object) -> Entry | None:
             return ["shared", batch.start, batch.count, at]
         case Average(samples):
             return ["average", samples]
-        case HandOver(source, at):
-            return ["hand over", source, at]
+        case HandOver(source, samples, at):
+            return ["hand over", source, samples, at]
         case Merge(samples):
             return ["merge", samples]
         case Begin(samples, is_dry):
@@ -75,8 +75,8 @@ def _effect(entry: Entry) -> Effect:
             return SharedStep(Batch(start, count), at)
         case ["average", samples]:
             return Average(samples)
-        case ["hand over", source, at]:
-            return HandOver(source, at)
+        case ["hand over", source, samples, at]:
+            return HandOver(source, samples, at)
         case ["merge", samples]:
             return Merge(samples)
         case ["begin", samples, is_dry]:

@@ -201,13 +201,11 @@ class _OneForAllSplitter(Splitter):
         return self._shared[2]
 
     def learn(self, report: Report) -> list[Decision]:
-        if report.window <= self._learned:
-            return []
-        self._learned = report.window
-        return super().learn(report)
+        return super().learn(report) if self._is_news(report) else []
 
     def learn_alone(self, report: Report) -> list[Decision]:
-        if report.window <= self._learned:
-            return []
-        self._learned = report.window
-        return super().learn_alone(report)
+        return super().learn_alone(report) if self._is_news(report) else []
+
+    def _is_news(self, report: Report) -> bool:
+        before, self._learned = self._learned, max(self._learned, report.window)
+        return report.window > before

@@ -197,6 +197,9 @@ class Splitter:
         for model, facts in zip(self._models, report.ranks, strict=True):
             if facts.samples and facts.compute_ms > 0:
                 has_shifted |= model.observe(facts.samples, facts.compute_ms)
+        if self.lone is not None:
+            # A step that was on its way when somebody went alone: what it was compared with stays.
+            return []
         if self._exploring_left or has_shifted or self._num_steps % REFIT_EVERY == 0:
             decisions = self._refit()
             if decisions:
@@ -215,7 +218,7 @@ class Splitter:
 
     def _judge_sharing(self, report: Report) -> list[Decision]:
         is_usual = self._usual is not None and report.samples == self._usual.total
-        if not self._may_rest or self._exploring_left or not is_usual or self.lone is not None:
+        if not self._may_rest or self._exploring_left or not is_usual:
             return []
         reason = self._alone.shared(report, self._costs(), report.samples)
         if reason is None:

@@ -54,7 +54,7 @@ class CapturedSteps:
         self._stream = stream
         self._refused = False
         self._form = OptimizerForm(replica.optimizer)
-        self._at_rest: list[Any] | None = None
+        self._before_sleep: list[Any] | None = None
         self.forget()
 
     @property
@@ -75,13 +75,13 @@ class CapturedSteps:
 
     # Between segments callbacks may freeze layers, change settings or load states: the graphs know the old ones.
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """A segment is over."""
-        self._at_rest = self._facts()
+        self._before_sleep = self._facts()
 
     def wake(self) -> None:
         """The next segment begins; where anything has changed since, graphs are captured anew."""
-        if self._at_rest is not None and self._facts() != self._at_rest:
+        if self._before_sleep is not None and self._facts() != self._before_sleep:
             self.forget()
 
     def _facts(self) -> list[Any]:

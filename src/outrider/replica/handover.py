@@ -37,7 +37,7 @@ def _write(optimizer: torch.optim.Optimizer, told: dict[int, dict[str, Any]]) ->
     """In place; whether all of it had a place already."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     pairs = [(optimizer.state.get(parameters[number], {}), entry) for number, entry in told.items()]
-    if not all(_is_alike(own, entry) for own, entry in pairs):
+    if any(_shape(own) != _shape(entry) for own, entry in pairs):
         return False
     for own, entry in pairs:
         for key, value in entry.items():
@@ -48,17 +48,8 @@ def _write(optimizer: torch.optim.Optimizer, told: dict[int, dict[str, Any]]) ->
     return True
 
 
-def _is_alike(own: dict[str, Any], told: dict[str, Any]) -> bool:
-    if own.keys() != told.keys():
-        return False
-    for key, value in told.items():
-        mine = own[key]
-        is_tensor = isinstance(value, Tensor)
-        if isinstance(mine, Tensor) != is_tensor or (
-            is_tensor and (mine.shape, mine.dtype) != (value.shape, value.dtype)
-        ):
-            return False
-    return True
+def _shape(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: (value.shape, value.dtype) if isinstance(value, Tensor) else None for key, value in state.items()}
 
 
 def _replace(replica: Replica, told: dict[int, dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from outrider.errors import ConfigError, WaitError
 from outrider.replica import handover
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.replica import Replica
-from outrider.runtime.window import BATCHES, NUM_FACTS, SAMPLES
+from outrider.runtime.window import BATCHES, NUM_FACTS
 from outrider.runtime.world import World
 
 
@@ -44,7 +44,7 @@ class Averages(Protocol):
     def is_ready(self) -> bool: ...
     def load(self) -> Settled: ...
     def correct(self) -> Settled: ...
-    def hand_over(self, source: int, facts: Sequence[float], *, at: int) -> Settled: ...
+    def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled: ...
     def wait_for_device(self) -> None: ...
     def state(self) -> dict[str, Any] | None: ...
     def restore(self, state: dict[str, Any] | None) -> None: ...
@@ -92,8 +92,8 @@ class SoloAverages:
 
     correct = load
 
-    def hand_over(self, source: int, facts: Sequence[float], *, at: int) -> Settled:
-        return self.average(round(facts[SAMPLES]), facts)
+    def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
+        return self.average(samples, facts)
 
     def wait_for_device(self) -> None:
         _wait_for(self._device)
@@ -189,18 +189,18 @@ class GroupAverages:
     def correct(self) -> Settled:
         return self._saw(self._averager.correct())
 
-    def hand_over(self, source: int, facts: Sequence[float], *, at: int) -> Settled:
+    def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
         """Every rank goes on as if it had taken the steps of `source`; `total_ms` leaves the wait for it out."""
         replica = self._replica
         assert isinstance(replica, Replica), "in a user's loop nobody rests"
         is_source = replica.rank == source
-        relayed = self._relay.everything(source, facts=facts, cargo=handover.pack(replica) if is_source else b"")
+        cargo = handover.pack(replica) if is_source else b""
+        relayed = self._relay.everything(source, facts=[samples, *facts], cargo=cargo)
         if not is_source:
             handover.take_over(replica, relayed.cargo, at=at)
         return Settled(
-            facts=relayed.facts,
-            total_samples=round(sum(row[SAMPLES] for row in relayed.facts)),
-            drift=None,
+            facts=tuple(row[1:] for row in relayed.facts),
+            total_samples=round(sum(row[0] for row in relayed.facts)),
             total_ms=relayed.ms,
         )
 

@@ -126,7 +126,7 @@ class Driver:
         self.averages.wait_for_device()
         replica.check_loss()
         if replica.captured is not None:
-            replica.captured.rest()
+            replica.captured.sleep()
 
     def steps(
         self, policy: Policy, *, leases: Leases, epoch_base: int
@@ -302,7 +302,8 @@ class Driver:
         else:
             self.window_log.end()
         started_s = time.perf_counter()
-        settled = self.averages.hand_over(effect.source, self.facts(), at=self.epoch_base + effect.at)
+        at = self.epoch_base + effect.at
+        settled = self.averages.hand_over(effect.source, effect.samples, self.facts(), at=at)
         elapsed_s = time.perf_counter() - started_s
         rested_s = 0.0 if is_source else max(0.0, elapsed_s - (settled.total_ms or 0.0) / 1e3)
         self.window.exposed_s = elapsed_s - rested_s

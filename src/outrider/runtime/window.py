@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from outrider.core.effects import RankFacts, Report
 
 NUM_FACTS = 6
-SAMPLES, BATCHES = 0, 1
-"""Where a row of facts holds the number of samples, and of batches."""
+BATCHES = 1
+"""Where a row of facts holds the number of batches."""
 
 
 @dataclass(slots=True)

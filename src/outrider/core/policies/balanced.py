@@ -46,8 +46,9 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
             mine += batch.count
             decisions = splitter.learn(report)
         elif splitter.lone is not None and (stretch := tuple(islice(wholes, splitter.stretch))):
-            report = yield from _alone(seat, splitter.lone, stretch)
-            mine += report.ranks[seat.rank].samples
+            samples = sum(batch.count for batch in stretch) if seat.rank == splitter.lone else 0
+            report = yield from _alone(splitter.lone, stretch, samples=samples)
+            mine += samples
             decisions = splitter.learn_alone(report)
         else:
             break
@@ -58,10 +59,10 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
     yield Merge(samples=mine)
 
 
-def _alone(seat: Seat, lone: int, stretch: tuple[Batch, ...]) -> Generator[Effect, Report, Report]:
-    """Whole batches on one rank; the others wait to be handed what it learned."""
-    if seat.rank == lone:
+def _alone(lone: int, stretch: tuple[Batch, ...], *, samples: int) -> Generator[Effect, Report, Report]:
+    """Whole batches on one rank; the others, who take none of their samples, wait to be handed what it learned."""
+    if samples:
         yield Expect(stretch)
         for batch in stretch:
             yield Step(batch, at=batch.start)
-    return (yield HandOver(source=lone, at=stretch[-1].start))
+    return (yield HandOver(source=lone, samples=samples, at=stretch[-1].start))
