@@ -149,7 +149,7 @@ def test_it_says_plainly_where_a_mode_is_worse_than_solo(tell_run: TellRun, pair
     section = markdown(make_report(pair)).split("## Where a mode is worse than one device alone")[1]
     assert section.splitlines()[2] == (
         "- `ddp` on lenet: fewer samples per second than solo-0 (0.80x); the target was reached in 0 of 3 seeds, "
-        "by solo-0 in all; worse evaluation, by 0.0300"
+        "by solo-0 in all; worse evaluation, by 3.00 points"
     )
 
 

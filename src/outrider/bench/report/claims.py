@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.bench.statistics import Equivalence, Interval, difference_interval, equivalence
 from outrider.bench.suite.groups import INDEPENDENT, SOLO, Group
@@ -24,6 +25,17 @@ BETTER = "better than solo"
 WORSE = "worse than solo"
 NOT_SHOWN = "not shown"
 TOO_FEW = f"needs {MIN_SEEDS} seeds"
+
+
+class Scale(NamedTuple):
+    """How an evaluation is written: times a factor, with so many digits; a difference of it with this unit."""
+
+    factor: float
+    digits: int
+    of_difference: str = ""
+
+
+SCALES = {"accuracy": Scale(100.0, 2, " points"), "mse": Scale(1.0, 6), "loss": Scale(1.0, 4)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +133,7 @@ def shortcomings(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str
     for mode, summary in summaries.items():
         if not trains_together(mode):
             continue
-        parts = [*_slower(summary), *_later(summary, solo), *_weaker(judged.get(mode))]
+        parts = [*_slower(summary), *_later(summary, solo), *_weaker(judged.get(mode), SCALES[group.subject.metric])]
         if parts:
             found.append(f"`{mode}` on {group.name}: {'; '.join(parts)}")
     return found
@@ -140,12 +152,14 @@ def _later(summary: ModeSummary, solo: ModeSummary) -> list[str]:
         return [f"the target was reached in {summary.num_reached} of {len(summary.seeds)} seeds, by {SOLO} in all"]
     if summary.time_to_target_s is None or solo.time_to_target_s is None:
         return []
-    if summary.time_to_target_s <= solo.time_to_target_s:
+    own, alone = f"{summary.time_to_target_s:.1f} s", f"{solo.time_to_target_s:.1f} s"
+    if summary.time_to_target_s <= solo.time_to_target_s or own == alone:
         return []
-    return [f"later at the target than {SOLO} ({summary.time_to_target_s:.1f} s against {solo.time_to_target_s:.1f} s)"]
+    return [f"later at the target than {SOLO} ({own} against {alone})"]
 
 
-def _weaker(judged: Quality | None) -> list[str]:
+def _weaker(judged: Quality | None, scale: Scale) -> list[str]:
     if judged is None or judged.verdict != WORSE:
         return []
-    return [f"worse evaluation, by {abs(judged.difference):.4f}"]
+    difference = f"{scale.factor * abs(judged.difference):.{scale.digits}f}{scale.of_difference}"
+    return [f"worse evaluation, by {difference}"]

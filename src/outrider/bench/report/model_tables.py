@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.report.claims import quality
+from outrider.bench.report.claims import SCALES, quality
 from outrider.bench.report.timing_words import timing_note
 from outrider.bench.statistics import Interval
 from outrider.bench.suite.groups import Group
@@ -62,9 +62,9 @@ def evaluation(value: float | None, ci95: Interval | None, *, metric: str) -> st
     """With half the width of its interval: 98.91 ± 0.12 %, or 1.572 ± 0.011."""
     if value is None:
         return UNKNOWN
-    scale, digits, unit = (100.0, 2, " %") if metric == "accuracy" else (1.0, 4, "")
-    spread = "" if ci95 is None else f" ± {scale * (ci95.high - ci95.low) / 2:.{digits}f}"
-    return f"{scale * value:.{digits}f}{spread}{unit}"
+    factor, digits, _ = SCALES[metric]
+    spread = "" if ci95 is None else f" ± {factor * (ci95.high - ci95.low) / 2:.{digits}f}"
+    return f"{factor * value:.{digits}f}{spread}{' %' if metric == 'accuracy' else ''}"
 
 
 def with_interval(value: float | None, ci95: Interval | None, pattern: str) -> str:
@@ -84,8 +84,7 @@ def time_to_target(summary: ModeSummary, *, has_target: bool) -> str:
 
 def quality_table(group: Group, summaries: Mapping[str, ModeSummary]) -> Table:
     headers = ("mode", "difference to solo-0", "95 % interval", "p of the two one-sided tests", "verdict")
-    is_accuracy = group.subject.metric == "accuracy"
-    scale, digits, unit = (100.0, 2, " points") if is_accuracy else (1.0, 4, "")
+    scale, digits, unit = SCALES[group.subject.metric]
     rows = [
         [
             one.mode,
