@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,17 @@ def move(model: nn.Module, seed: int) -> None:
             parameter.add_(step.to(parameter.device, parameter.dtype))
 
 
-def make(rank: int, device: str, collective: GroupCollective, *, outer: Outer | None = None) -> Averager:
+def make(
+    rank: int, device: str, collective: GroupCollective, gate: GroupCollective, *, outer: Outer | None = None
+) -> Averager:
     model = build(device)
     on = "cuda" if collective.transport == "nccl" else "cpu"
     exchange = Exchange(Arena(model), rank=rank, world_size=2, num_facts=1, outer=outer, device=on)
     exchange.model = model  # type: ignore[attr-defined]
-    kind: Callable[..., Averager] = DeviceAverager if on == "cuda" else HostAverager
-    return kind(exchange, collective, verify=Verifier(rank, collective.gather), timeout_s=60)
+    verifier = Verifier(rank, collective.gather)
+    if on == "cpu":
+        return HostAverager(exchange, collective, verify=verifier, timeout_s=60)
+    return DeviceAverager(exchange, collective, await_others=lambda: gate.gather([rank]), verify=verifier, timeout_s=60)
 
 
 def many_averages(averager: Averager) -> dict[str, Any]:
@@ -92,7 +95,7 @@ class ImpatientLane(CudaLane):
 
 
 def early_read(rank: int, collective: GroupCollective) -> str:
-    averager = make(rank, "cuda", collective)
+    averager = make(rank, "cuda", collective, collective)
     with averager:
         averager.average(1, [0.0])
         if rank == 1:
@@ -117,8 +120,25 @@ def shared_gradients(rank: int, collective: GroupCollective) -> list[float]:
     return [value for p in model.parameters() for value in p.grad.flatten().tolist()]
 
 
-def optimizer_state(rank: int, collective: GroupCollective) -> list[float]:
-    averager = make(rank, "cuda", collective)
+def steps_of_the_first(averager: Averager, store: dist.Store) -> int:
+    """Rank 1 comes to the average only when rank 0 has ended steps that it took after it came there."""
+    model, rank = averager.exchange.model, averager.exchange.rank  # type: ignore[attr-defined]
+    steps = 0
+    with averager:
+        if rank == 1:
+            store.wait(["steps are done"])
+        averager.begin(1, [0.0])
+        if rank == 0:
+            for steps in range(1, 21):
+                move(model, seed=steps)
+            torch.cuda.current_stream().synchronize()
+            store.set("steps are done", "yes")
+        averager.correct()
+    return steps
+
+
+def optimizer_state(rank: int, collective: GroupCollective, gate: GroupCollective) -> list[float]:
+    averager = make(rank, "cuda", collective, gate)
     model = averager.exchange.model
     optimizer = torch.optim.Adam(model.parameters())
     model[0](torch.full((1, 333), float(rank + 1), device="cuda")).sum().backward()
@@ -135,15 +155,16 @@ def main(rank: int, folder: Path) -> None:
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timeout)
     nccl = GroupCollective()
-    gloo = GroupCollective(dist.new_group(backend="gloo", timeout=timeout))
+    gloo, gate = (GroupCollective(dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2))
     found = {
-        "nccl": many_averages(make(rank, "cuda", nccl)),
-        "nccl_outer": many_averages(make(rank, "cuda", nccl, outer=Outer(kind="nesterov", momentum=0.5))),
-        "gloo": many_averages(make(rank, "cuda", gloo)),
-        "mixed": many_averages(make(rank, ("cuda", "cpu")[rank], gloo)),
+        "nccl": many_averages(make(rank, "cuda", nccl, gate)),
+        "nccl_outer": many_averages(make(rank, "cuda", nccl, gate, outer=Outer(kind="nesterov", momentum=0.5))),
+        "gloo": many_averages(make(rank, "cuda", gloo, gate)),
+        "mixed": many_averages(make(rank, ("cuda", "cpu")[rank], gloo, gate)),
+        "steps_of_the_first": steps_of_the_first(make(rank, "cuda", nccl, gate), store),
         "early_read": early_read(rank, gloo),
         "gradients": {"nccl": shared_gradients(rank, nccl), "gloo": shared_gradients(rank, gloo)},
-        "optimizer": {"nccl": optimizer_state(rank, nccl), "gloo": optimizer_state(rank, gloo)},
+        "optimizer": {"nccl": optimizer_state(rank, nccl, gate), "gloo": optimizer_state(rank, gloo, gate)},
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

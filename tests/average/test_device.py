@@ -59,6 +59,10 @@ def test_a_snapshot_that_is_read_too_early_is_caught_on_every_rank(found: list[d
     assert [rank["early_read"].startswith(expected) for rank in found] == [True, True]
 
 
+def test_steps_go_on_while_an_average_waits_for_another_rank(found: list[dict[str, Any]]) -> None:
+    assert [rank["steps_of_the_first"] for rank in found] == [20, 0]
+
+
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_gradients_are_weighted_by_samples(found: list[dict[str, Any]], backend: str) -> None:
     # One sample of gradient 1 and three of gradient 2; the bias has gradient 1 everywhere.

@@ -5,7 +5,7 @@ Does not do the arithmetic (Exchange) or the communication (Collective). Called 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,17 +27,24 @@ class DeviceAverager(Averager):
     """
 
     def __init__(
-        self, exchange: Exchange, collective: Collective, *, verify: Verifier | None = None, timeout_s: float = 600.0
+        self,
+        exchange: Exchange,
+        collective: Collective,
+        *,
+        await_others: Callable[[], object],
+        verify: Verifier | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
+        """`await_others` returns when all ranks have called it; it is called by the worker, on the host."""
         assert exchange.device.type == "cuda", f"device averages need device buffers, got {exchange.device}"
         assert exchange.device == exchange.arena.device, "arena and exchange must share a device"
         super().__init__(exchange, collective, verify=verify, timeout_s=timeout_s)
+        self._await_others = await_others
         self._stream = torch.cuda.Stream(exchange.device)
-        self._started, self._staged, self._packed, self._summed = (
-            torch.cuda.Event(enable_timing=True) for _ in range(4)
-        )
         # Blocking: the worker that waits sleeps, it does not spin on a core that computes.
-        self._done = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._started, self._staged, self._packed, self._summed, self._done = (
+            torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(5)
+        )
 
     def _snapshot(self) -> None:
         """In the order of the compute stream; and so after the average before was taken in: its buffers are free."""
@@ -47,23 +54,35 @@ class DeviceAverager(Averager):
         self._staged.record(compute)
 
     def _sum(self, samples: int, facts: Sequence[float]) -> Settled:
-        self._enqueue(samples, facts)
+        self._enqueue_pack(samples, facts)
+        self._enqueue_sum()
         await_event(self._done, self._collective, late=self._late, timeout_s=self._timeout_s)
         return self._read()
 
     def _sum_behind(self, samples: int, facts: Sequence[float]) -> Settled:
-        self._enqueue(samples, facts)
+        """The sum begins when all ranks are there.
+
+        A kernel that waits for a rank holds multiprocessors meanwhile, and in a slice of a GPU it was seen to stop the
+        steps of its own process.
+        """
+        self._enqueue_pack(samples, facts)
+        self._packed.synchronize()
+        self._await_others()
+        self._enqueue_sum()
         # Whoever takes it in watches the clock and the peers.
         self._done.synchronize()
         return self._read()
 
-    def _enqueue(self, samples: int, facts: Sequence[float]) -> None:
+    def _enqueue_pack(self, samples: int, facts: Sequence[float]) -> None:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._staged)
             self.exchange.fetch()
             self._checks.snapshot_is_read(self.exchange)
             self.exchange.pack(samples, facts)
             self._packed.record(self._stream)
+
+    def _enqueue_sum(self) -> None:
+        with torch.cuda.stream(self._stream):
             self._collective.sum_(self.exchange.wires)
             self._collective.max_(self.exchange.maxima)
             self._summed.record(self._stream)

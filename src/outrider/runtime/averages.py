@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from outrider.average.averager import Averager
 from outrider.average.checks import Verifier
 from outrider.average.device import DeviceAverager
 from outrider.average.exchange import Exchange
@@ -128,13 +129,24 @@ class GroupAverages:
         self._overlap = Overlap(self._gradients, self._collective)
         # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
         self._pays_to_overlap = backend == "nccl" or len(set(world.hosts)) > 1
-        verifier = Verifier(world.rank, self._collective.gather) if verify else None
-        averager = DeviceAverager if backend == "nccl" else HostAverager
-        self._averager = averager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
+        self._averager = self._make_averager(world, verify=verify)
         self._relay = Relay(replica.arena, self._collective, device=self._exchange.device, timeout_s=world.timeout_s)
         self._timeout_s = world.timeout_s
         self._batches_by_rank = [0.0] * world.size
         self._has_optimizer = False
+
+    def _make_averager(self, world: World, *, verify: bool) -> Averager:
+        verifier = Verifier(world.rank, self._collective.gather) if verify else None
+        if self._exchange.device.type == "cpu":
+            return HostAverager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
+        gate = world.collective_for("cpu", what="word of their arrival")
+        return DeviceAverager(
+            self._exchange,
+            self._collective,
+            await_others=lambda: gate.gather([world.rank]),
+            verify=verifier,
+            timeout_s=world.timeout_s,
+        )
 
     @property
     def transport(self) -> str:
