@@ -22,8 +22,8 @@ def shared(*, ms: float, exposed_ms: float = 0.0) -> Report:
     return Report(window=0, ranks=(facts, facts))
 
 
-def stretch(*, ms: float, batches: int = 64) -> Report:
-    worked = RankFacts(samples=batches * TOTAL, batches=batches, compute_ms=ms * batches, exposed_ms=0.0)
+def stretch(*, ms: float, batches: int = 64, exposed_ms: float = 0.0) -> Report:
+    worked = RankFacts(samples=batches * TOTAL, batches=batches, compute_ms=ms * batches, exposed_ms=exposed_ms)
     rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
     return Report(window=0, ranks=(worked, rested))
 
@@ -136,6 +136,41 @@ def test_once_proven_a_stretch_lasts_about_a_second(ms: float, steps: int) -> No
     assert alone.stretch == steps
 
 
+@pytest.mark.parametrize(("exposed_ms", "stays"), [(400.0, True), (600.0, False)])
+def test_handing_over_is_judged_by_stretches_as_long_as_they_will_be(exposed_ms: float, stays: bool) -> None:
+    alone = going_alone(shared_ms=2.0)
+    for _ in range(2):
+        alone.alone(stretch(ms=1.0, batches=STRETCH_MIN, exposed_ms=exposed_ms))
+    assert (alone.rank == 0) == stays
+
+
+def test_a_stretch_with_an_unusual_batch_is_not_judged() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0))
+    assert alone.alone(stretch(ms=50.0), is_usual=False) is None
+    assert alone.rank == 0
+
+
+@pytest.mark.parametrize("lost_ms", [10.0, 500.0])
+def test_a_trial_of_sharing_that_cost_much_is_not_repeated_soon(lost_ms: float) -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    assert alone.rank is None
+    alone.forget()
+    alone.spent(
+        Report(window=0, ranks=(RankFacts(samples=1, batches=1, compute_ms=0, exposed_ms=0, setup_ms=lost_ms),))
+    )
+    while alone.rank is None:
+        step = shared(ms=2.0)
+        alone.spent(step)
+        alone.shared(step, (FAST, SLOW), TOTAL)
+    steps = 0
+    while alone.alone(stretch(ms=1.0, batches=16)) is None:
+        steps += 16
+    # Each of the 16 steps that were measured took a millisecond more than one alone.
+    assert steps == pytest.approx(max(100 * TRIAL_STEPS * 2.0, 100 * (lost_ms - 1.0 + SHARED_STEPS)), rel=0.01)
+
+
 # In the splitter
 
 
@@ -178,6 +213,26 @@ def test_sharing_is_explored_anew_after_a_rest() -> None:
     assert min(splitter.next(TOTAL).samples) > 0
 
 
+def test_a_short_try_alone_leaves_the_split_as_it_was() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    split = splitter.next(TOTAL)
+    splitter.learn_alone(stretch(ms=9.0))
+    assert [decision.kind for decision in splitter.learn_alone(stretch(ms=9.0))] == ["alone"]
+    assert splitter.lone is None
+    assert splitter.next(TOTAL) == split
+
+
+def test_the_short_batch_at_the_end_of_an_epoch_sends_nobody_back_to_sharing() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    splitter.learn_alone(stretch(ms=1.2))
+    worked = RankFacts(samples=64 * TOTAL - 20, batches=64, compute_ms=64 * 9.0, exposed_ms=0.0)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    assert splitter.learn_alone(Report(window=0, ranks=(worked, rested))) == []
+    assert splitter.lone == 0
+
+
 def test_shared_steps_that_were_on_their_way_change_nothing_for_who_works_alone() -> None:
     splitter = Splitter(world_size=2, may_rest=True)
     told(splitter, steps=64, exposed_ms=0.3)
@@ -196,6 +251,15 @@ def test_who_works_alone_outlives_a_checkpoint() -> None:
     resumed.restore(json.loads(json.dumps(splitter.state())))
     assert (resumed.lone, resumed.stretch) == (splitter.lone, splitter.stretch)
     assert resumed.state() == splitter.state()
+
+
+def test_what_a_trial_of_sharing_has_cost_outlives_a_checkpoint() -> None:
+    alone, resumed = going_alone(shared_ms=2.0), Alone()
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    alone.spent(shared(ms=500.0))
+    resumed.restore(json.loads(json.dumps(alone.state())))
+    assert resumed.state() == alone.state()
+    assert alone.state()["lost_ms"] == 499.0
 
 
 def test_a_checkpoint_from_before_anybody_could_rest_can_be_resumed() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,23 @@ def run(splitter: Splitter, steps: int, truth: Truth, *, total: int = 128) -> li
         times_ms = [fixed + count * each for count, (fixed, each) in zip(samples, truth, strict=True)]
         decisions += splitter.learn(report_of(samples, times_ms))
     return decisions
+
+
+def run_captured(splitter: Splitter, steps: int, truth: Truth, *, total: int = 128, lag: int = 3) -> set[int]:
+    """As on a GPU: reports come late, and twice a rank takes long for a shape; the shapes that rank 0 met."""
+    sights: Counter[tuple[int, int]] = Counter()
+    under_way: deque[Report] = deque()
+    for _ in range(steps):
+        facts = []
+        for rank, (count, (fixed, each)) in enumerate(zip(splitter.next(total).samples, truth, strict=True)):
+            sights[rank, count] += 1
+            ms, is_steady = fixed + count * each, sights[rank, count] > 2
+            times = {"compute_ms": ms} if is_steady else {"compute_ms": 0.0, "setup_ms": 50.0 + ms}
+            facts.append(RankFacts(samples=count, batches=1, exposed_ms=0.0, **times))
+        under_way.append(Report(window=0, ranks=tuple(facts)))
+        if len(under_way) > lag:
+            splitter.learn(under_way.popleft())
+    return {count for rank, count in sights if rank == 0}
 
 
 def best_by_trying_all(world: Sequence[TimeModel], total: int, caps: Sequence[int | None]) -> float:
@@ -368,3 +386,12 @@ def test_what_is_learned_leaves_no_rank_with_a_single_sample() -> None:
 
 def test_a_single_sample_stays_where_no_other_rank_has_room() -> None:
     assert without_singles((1, 4), caps=(None, 4)) == (1, 4)
+
+
+def test_steps_in_which_a_new_shape_is_captured_tell_nothing_of_speed() -> None:
+    splitter, truth = Splitter(world_size=2), ((1.0, 0.01), (2.0, 0.05))
+    shapes = run_captured(splitter, 64, truth)
+    best = minimise_slowest([TimeModel(fixed_ms=fixed, per_sample_ms=each) for fixed, each in truth], 128)
+    assert splitter.next(128).samples == best
+    # The even split, four that vary around the best known, and the best.
+    assert len(shapes) <= 6

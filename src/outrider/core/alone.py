@@ -31,54 +31,68 @@ class Alone:
     def __init__(self) -> None:
         self.rank: int | None = None
         """Who works alone; None while all share."""
+        self.lasted = 0
+        """Batches of the rank that works alone, or did so last."""
         self._shared_ms: deque[float] = deque(maxlen=SHARED_STEPS)
         self._expected_ms = 0.0
         # Steps until the other way is tried.
         self._left = 0
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
+        # What a trial of sharing has cost so far, beyond as many steps alone.
+        self._is_trial = False
+        self._lost_ms = 0.0
 
     @property
     def stretch(self) -> int:
         """Steps until the ranks meet again: few on trial, then about a second, so that a wish to stop is heard."""
-        if not self._is_proven:
-            return STRETCH_MIN
-        return max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / max(self._expected_ms, 1e-6))))
+        return _stretch(self._expected_ms) if self._is_proven else STRETCH_MIN
 
     def forget(self) -> None:
         """Shared steps will take another time from now on."""
         self._shared_ms.clear()
 
+    def spent(self, report: Report) -> None:
+        """Take in what any shared step took, those included in which ranks explore or capture what is new to them."""
+        if self._is_trial:
+            self._lost_ms += _step_ms(report) - self._expected_ms
+
     def shared(self, report: Report, costs: Sequence[Cost], total: int) -> str | None:
-        """Take in a shared step of `total` samples; the reason, where a rank goes on alone."""
+        """Take in a usual shared step, of `total` samples; the reason, where a rank goes on alone."""
         self._left -= 1
-        self._shared_ms.append(max(facts.compute_ms + facts.exposed_ms for facts in report.ranks))
+        self._shared_ms.append(_step_ms(report))
         if len(self._shared_ms) < SHARED_STEPS or self._left > 0:
             return None
         times_ms = [cost.fixed_ms + cost.per_sample_ms * total for cost in costs]
         alone_ms = min(times_ms)
         if alone_ms >= TRIED_BELOW * self._shared:
             self._left = SHARED_STEPS
+            self._is_trial = False
             return None
         self.rank = times_ms.index(alone_ms)
+        self.lasted = 0
         self._expected_ms = alone_ms
-        self._left = round(TRIAL_STEPS * self._shared / max(alone_ms, 1e-6) / TRIAL_PART)
-        self._has_warmed_up = self._is_proven = False
+        cost_ms = max(TRIAL_STEPS * self._shared, self._lost_ms if self._is_trial else 0.0)
+        self._left = round(cost_ms / max(alone_ms, 1e-6) / TRIAL_PART)
+        self._is_trial = self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
-    def alone(self, report: Report) -> str | None:
-        """Take in a stretch; the reason, where steps are shared again."""
+    def alone(self, report: Report, *, is_usual: bool = True) -> str | None:
+        """Take in a stretch, judged where all its batches are usual ones; the reason, where all share again."""
         assert self.rank is not None
         facts = report.ranks[self.rank]
         self._left -= facts.batches
+        self.lasted += facts.batches
         # The first stretch carries the warm-up of whole batches; a short one says little.
-        if self._has_warmed_up:
-            self._ms += facts.compute_ms + facts.exposed_ms
+        if self._has_warmed_up and is_usual:
+            self._ms += facts.compute_ms
             self._batches += facts.batches
         self._has_warmed_up = True
         if self._batches >= SHARED_STEPS:
-            self._expected_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
+            step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
+            # Stretches on trial are short: what handing over costs is spread over as many steps as it will be.
+            self._expected_ms = step_ms + facts.exposed_ms / _stretch(step_ms)
             self._is_proven = True
             if self._expected_ms > self._shared:
                 reason = f"rank {self.rank} alone takes {self._expected_ms:.2f} ms, a shared step {self._shared:.2f} ms"
@@ -89,6 +103,7 @@ class Alone:
             return None
         self._left = 0
         self.rank = None
+        self._is_trial, self._lost_ms = True, 0.0
         return "the other ranks have rested for long, and are tried again"
 
     @property
@@ -101,6 +116,8 @@ class Alone:
             "shared_ms": list(self._shared_ms),
             "expected_ms": self._expected_ms,
             "left": self._left,
+            "lasted": self.lasted,
+            "lost_ms": self._lost_ms if self._is_trial else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -109,3 +126,14 @@ class Alone:
         self._shared_ms = deque(state["shared_ms"], maxlen=SHARED_STEPS)
         self._expected_ms = state["expected_ms"]
         self._left = state["left"]
+        self.lasted = state.get("lasted", 0)
+        lost_ms = state.get("lost_ms")
+        self._is_trial, self._lost_ms = lost_ms is not None, lost_ms or 0.0
+
+
+def _step_ms(report: Report) -> float:
+    return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
+
+
+def _stretch(step_ms: float) -> int:
+    return max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / max(step_ms, 1e-6))))

@@ -61,6 +61,8 @@ class RankFacts:
     """Time of those batches; averaging and waiting for others excluded."""
     exposed_ms: float
     """What its previous average, and leases since, took out of its compute path, waiting included."""
+    setup_ms: float = 0.0
+    """Time of steps that say nothing about its speed: the first one, or those in which a new shape was captured."""
     is_dry: bool = False
     """No positions are left for it in this segment."""
     wants_stop: bool = False

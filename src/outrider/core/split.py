@@ -200,6 +200,13 @@ class Splitter:
         if self.lone is not None:
             # A step that was on its way when somebody went alone: what it was compared with stays.
             return []
+        self._alone.spent(report)
+        if not _is_steady(report):
+            # A rank met a shape that is new to it: what it takes then is no speed of anybody.
+            return []
+        if self._exploring_left and self._usual is not None and _samples(report) != self._usual.samples:
+            # Splits are decided a few steps early: one after the other is tried, and each is waited for.
+            return []
         if self._exploring_left or has_shifted or self._num_steps % REFIT_EVERY == 0:
             decisions = self._refit()
             if decisions:
@@ -209,12 +216,19 @@ class Splitter:
     def learn_alone(self, report: Report) -> list[Decision]:
         """Take in a stretch that one rank did alone; returns a decision when all share again."""
         self._num_steps += max(facts.batches for facts in report.ranks)
-        reason = self._alone.alone(report)
+        assert self._usual is not None
+        assert self.lone is not None
+        facts = report.ranks[self.lone]
+        reason = self._alone.alone(report, is_usual=facts.samples == facts.batches * self._usual.total)
         if reason is None:
             return []
         self._alone.forget()
+        decision = Decision("alone", None, reason)
+        if self._alone.lasted < RETRY_EVERY:
+            # Too short to have changed anybody's speed: the split of before still holds.
+            return [decision]
         self._exploring_left = EXPLORING_STEPS + 1
-        return [Decision("alone", None, reason), *self._explore()]
+        return [decision, *self._explore()]
 
     def _judge_sharing(self, report: Report) -> list[Decision]:
         is_usual = self._usual is not None and report.samples == self._usual.total
@@ -330,6 +344,14 @@ class Splitter:
             return self._models
         typical = GivenCost(fmean(model.fixed_ms for model in known), fmean(model.per_sample_ms for model in known))
         return [model if model.is_known else typical for model in self._models]
+
+
+def _samples(report: Report) -> tuple[int, ...]:
+    return tuple(facts.samples for facts in report.ranks)
+
+
+def _is_steady(report: Report) -> bool:
+    return not any(facts.setup_ms for facts in report.ranks)
 
 
 def _checked_caps(caps: Caps | None, world_size: int) -> tuple[int | None, ...] | None:

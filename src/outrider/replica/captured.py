@@ -55,6 +55,8 @@ class CapturedSteps:
         self._refused = False
         self._form = OptimizerForm(replica.optimizer)
         self._before_sleep: list[Any] | None = None
+        self.num_warm_ups = 0
+        """Parts of steps that ran eagerly or were captured, so that later ones need not: no measure of speed."""
         self.forget()
 
     @property
@@ -104,7 +106,7 @@ class CapturedSteps:
         graph = self._graph_for("step", parcel, samples) if self._has_updated else None
         if graph is None:
             self._stream.run(lambda: replica.plain_step(parcel.batch(), samples=samples, at=at))
-            self._has_updated = True
+            self._updated()
             return
         self._rates.write(replica.rate_factor)
         self._replay(graph, parcel)
@@ -126,11 +128,17 @@ class CapturedSteps:
         graph = self._update_graph() if self._has_updated else None
         if graph is None:
             self._stream.run(lambda: replica.plain_update(at=at))
-            self._has_updated = True
+            self._updated()
             return
         self._rates.write(replica.rate_factor)
         graph.graph.replay()
         replica.steps += 1
+
+    def _updated(self) -> None:
+        """An eager update: the first one makes the optimizer's state."""
+        if not self._has_updated:
+            self.num_warm_ups += 1
+        self._has_updated = True
 
     # Graphs
 
@@ -156,6 +164,7 @@ class CapturedSteps:
         return graph
 
     def _captured(self, key: Hashable, capture: Callable[[], _Graph]) -> _Graph | None:
+        self.num_warm_ups += 1
         self._sights[key] += 1
         if self._sights[key] < SIGHTS:
             return None

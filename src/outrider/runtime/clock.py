@@ -109,12 +109,20 @@ class DeviceClock:
 
 
 class SharedClock:
-    """Four events of one shared step: its start, its gradient, the average, the update."""
+    """Four events of one shared step: its start, its gradient, the average, the update.
+
+    What lies between two steps is the price of having waited for the first, and counts as exposed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(4)]
+        self._events = self._four_events()
+        self._before: list[torch.cuda.Event] | None = None
         self._num_marks = 0
+
+    def restart(self) -> None:
+        """The next step follows on something else than a shared step."""
+        self._before = None
 
     def mark(self) -> None:
         """The next of the four is queued."""
@@ -127,4 +135,11 @@ class SharedClock:
         update.synchronize()
         self._num_marks = 0
         compute_ms = start.elapsed_time(gradient) + average.elapsed_time(update)
-        return Measured(compute_s=compute_ms / 1e3, exposed_s=gradient.elapsed_time(average) / 1e3)
+        exposed_ms = gradient.elapsed_time(average)
+        if self._before is not None:
+            exposed_ms += self._before[-1].elapsed_time(start)
+        self._before, self._events = self._events, self._before or self._four_events()
+        return Measured(compute_s=compute_ms / 1e3, exposed_s=exposed_ms / 1e3)
+
+    def _four_events(self) -> list[torch.cuda.Event]:
+        return [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(4)]

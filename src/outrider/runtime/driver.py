@@ -108,8 +108,9 @@ class Driver:
         assert isinstance(replica, Replica), "in a user's loop the user takes the steps"
         steps = self.steps(policy, leases=leases, epoch_base=epoch_base)
         report: Report | None = None
-        if self.clock is not None:
+        if self.clock is not None and self._shared_clock is not None:
             self.clock.restart()
+            self._shared_clock.restart()
         if replica.captured is not None:
             replica.captured.wake()
         with contextlib.suppress(StopIteration):
@@ -210,6 +211,7 @@ class Driver:
     def _shared_step_on_device(self, replica: Replica, effect: SharedStep, clock: SharedClock) -> Report:
         """The whole step is queued before anybody waits for it, so what it took is told with the next one."""
         samples = effect.batch.count
+        warm_ups = _warm_ups(replica)
         clock.mark()
         self._gradient(replica, effect.batch)
         clock.mark()
@@ -220,8 +222,9 @@ class Driver:
         settled = self.averages.gradient_facts()
         measured = clock.measured()
         replica.watch_loss()
-        # The first step warms the device up: a time that says nothing about its speed is not told.
-        self.window.stepped(samples=samples, seconds=measured.compute_s if self._has_shared else 0.0)
+        # The first step warms the device up, and so does the first of a new shape.
+        is_steady = self._has_shared and _warm_ups(replica) == warm_ups
+        self.window.stepped(samples=samples, seconds=measured.compute_s, is_steady=is_steady)
         self.window_log.stepped(samples=samples, seconds=measured.compute_s)
         self._has_shared = True
         self.window.exposed_s = measured.exposed_s
@@ -310,8 +313,9 @@ class Driver:
         self.account.wait_s += rested_s
         self.recorder.wait("rest", rested_s)
         self._has_shared = False
-        if self.clock is not None:
+        if self.clock is not None and self._shared_clock is not None:
             self.clock.restart()
+            self._shared_clock.restart()
         report = self._report(settled, is_blocking=True)
         if is_source:
             self._record_average(report, elapsed_s)
@@ -391,3 +395,7 @@ class Driver:
             self.window.exposed_s += measured.exposed_s
         self.window_log.end(self.windows)
         self.recorder.event("average start", window=self.windows)
+
+
+def _warm_ups(replica: Replica) -> int:
+    return 0 if replica.captured is None else replica.captured.num_warm_ups

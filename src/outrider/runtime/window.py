@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outrider.core.effects import RankFacts, Report
 
-NUM_FACTS = 6
+NUM_FACTS = 7
 BATCHES = 1
 """Where a row of facts holds the number of batches."""
 
@@ -23,11 +23,16 @@ class Window:
     compute_s: float = 0.0
     exposed_s: float = 0.0
     """What the previous average, and leases since, took out of the compute path."""
+    setup_s: float = 0.0
+    """Steps that say nothing about speed."""
 
-    def stepped(self, *, samples: int, seconds: float) -> None:
+    def stepped(self, *, samples: int, seconds: float, is_steady: bool = True) -> None:
         self.samples += samples
         self.batches += samples > 0
-        self.compute_s += seconds
+        if is_steady:
+            self.compute_s += seconds
+        else:
+            self.setup_s += seconds
 
     def facts(self, *, is_dry: bool, wants_stop: bool) -> list[float]:
         """The row that rides in the averaged buffer; the counters start again."""
@@ -36,11 +41,12 @@ class Window:
             float(self.batches),
             self.compute_s * 1e3,
             self.exposed_s * 1e3,
+            self.setup_s * 1e3,
             float(is_dry),
             float(wants_stop),
         ]
         self.samples = self.batches = 0
-        self.compute_s = self.exposed_s = 0.0
+        self.compute_s = self.exposed_s = self.setup_s = 0.0
         return row
 
 
@@ -49,12 +55,13 @@ def as_report(window: int, rows: tuple[tuple[float, ...], ...], drift: float | N
 
 
 def _rank_facts(row: tuple[float, ...]) -> RankFacts:
-    samples, batches, compute_ms, exposed_ms, is_dry, wants_stop = row
+    samples, batches, compute_ms, exposed_ms, setup_ms, is_dry, wants_stop = row
     return RankFacts(
         samples=round(samples),
         batches=round(batches),
         compute_ms=compute_ms,
         exposed_ms=exposed_ms,
+        setup_ms=setup_ms,
         is_dry=is_dry > 0.5,
         wants_stop=wants_stop > 0.5,
     )
