@@ -21,7 +21,7 @@ from outrider.bench.iteration.overhead import overhead
 from outrider.bench.iteration.plan import IterationPlan, first_at, runtimes, world_sizes
 from outrider.bench.iteration.record import ModelTimings, Timing, document, read_iterations
 from outrider.bench.iteration.text import overheads, render
-from outrider.bench.iteration.topology import check_same
+from outrider.bench.iteration.topology import check_same, read_topology
 from outrider.errors import ConfigError, DeviceError
 from outrider.machine.devices import parse_devices
 from outrider.runtime.environment import Environment
@@ -261,3 +261,11 @@ def test_a_rank_that_is_not_measured_sits_in_a_world_of_the_others() -> None:
     last = Environment(rank=3, local_rank=1, world_size=4, local_world_size=2, master_addr="a", master_port=1)
     seat = adopted_seat(PLAN, last, range(1, 4), number=7).environment
     assert (seat.rank, seat.world_size, seat.local_world_size, seat.attempt) == (2, 3, 2, 15)
+
+
+def test_the_topology_is_kept_without_the_marks_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\tCPU Affinity\\033[0m\\nGPU0\\t X \\t0-15\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert read_topology() == "GPU0\tCPU Affinity\nGPU0\t X \t0-15"

@@ -5,6 +5,7 @@ Decides when machines are unlike; a benchmark over both would measure neither. C
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from outrider.errors import DeviceError
@@ -13,12 +14,14 @@ from outrider.runtime.messages import Link
 from outrider.runtime.world import World
 
 _TIMEOUT_S = 20.0
+# It underlines its heading even where nobody can see it.
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def read_topology() -> str | None:
     """What `nvidia-smi topo -m` prints; None where there is no such program."""
     ended = child.run(["nvidia-smi", "topo", "-m"], timeout_s=_TIMEOUT_S)
-    return ended.stdout.strip() if ended.code == 0 else None
+    return _STYLE.sub("", ended.stdout).strip() if ended.code == 0 else None
 
 
 def check_machines(link: Link, *, timeout_s: float) -> None:
