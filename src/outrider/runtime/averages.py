@@ -6,7 +6,7 @@ Decides which averager serves which backend, and that a world of one averages no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -129,6 +129,7 @@ class GroupAverages:
         self._overlap = Overlap(self._gradients, self._collective)
         # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
         self._pays_to_overlap = backend == "nccl" or len(set(world.hosts)) > 1
+        self._await_others = _gate(world) if backend == "nccl" else None
         self._averager = self._make_averager(world, verify=verify)
         self._relay = Relay(replica.arena, self._collective, device=self._exchange.device, timeout_s=world.timeout_s)
         self._timeout_s = world.timeout_s
@@ -137,13 +138,12 @@ class GroupAverages:
 
     def _make_averager(self, world: World, *, verify: bool) -> Averager:
         verifier = Verifier(world.rank, self._collective.gather) if verify else None
-        if self._exchange.device.type == "cpu":
+        if self._await_others is None:
             return HostAverager(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
-        gate = world.collective_for("cpu", what="word of their arrival")
         return DeviceAverager(
             self._exchange,
             self._collective,
-            await_others=lambda: gate.gather([world.rank]),
+            await_others=self._await_others,
             verify=verifier,
             timeout_s=world.timeout_s,
         )
@@ -207,6 +207,9 @@ class GroupAverages:
         assert isinstance(replica, Replica), "in a user's loop nobody rests"
         is_source = replica.rank == source
         cargo = handover.pack(replica) if is_source else b""
+        if self._await_others is not None:
+            # Who rests does so on the host: its device has nothing to wait for.
+            self._await_others()
         relayed = self._relay.everything(source, facts=[samples, *facts], cargo=cargo)
         if not is_source:
             handover.take_over(replica, relayed.cargo, at=at)
@@ -253,6 +256,12 @@ class GroupAverages:
         # Only a rank that lost its peers can be stuck here, in a collective that ends with the process.
         with contextlib.suppress(WaitError):
             self._averager.close()
+
+
+def _gate(world: World) -> Callable[[], object]:
+    """Returns when all ranks have called it; on the host, over a group of its own."""
+    gate = world.collective_for("cpu", what="word of their arrival")
+    return lambda: gate.gather([world.rank])
 
 
 def _check_layouts(replica: Replica | LoopReplica, world: World) -> None:
