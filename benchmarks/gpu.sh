@@ -12,6 +12,7 @@ read -ra outrider <<<"${OUTRIDER:-outrider}"
 pair=${PAIR:-cuda:0%80,cuda:0%16}
 equal=cuda:0%50,cuda:0%50
 ours=nccl-sync,nccl-balanced,nccl-cadence,nccl-async,cpu-sync,cpu-balanced,cpu-cadence,cpu-async
+unhurried=nccl-balanced,nccl-cadence,nccl-async,cpu-balanced,cpu-cadence,cpu-async
 few=solo-0,nccl-async,cpu-async,nccl-balanced
 
 sweep() {
@@ -35,8 +36,8 @@ case $stage in
   others) # the other models, five epochs each, several runs at a time
     sweep --models logistic,mlp,lenet,conv-ae,char-rnn,gpt-nano --modes "solo-0,solo-1,$ours" --seeds 3 --jobs "${JOBS:-7}"
     ;;
-  text) # the two whose speed is in question, each run alone on the card
-    sweep --models char-rnn,gpt-nano --modes "solo-0,solo-1,independent,$ours" --seeds 3
+  text) # the two whose speed is in question, each run alone on the card; what they learn is the stage before's
+    sweep --models char-rnn,gpt-nano --modes "solo-0,independent,$unhurried" --epochs 3 --seeds "${SEEDS:-3}"
     ;;
   iteration) # torch DDP against sync, eager against captured
     mkdir -p "$output"
