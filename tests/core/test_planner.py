@@ -123,7 +123,25 @@ def test_jitter_of_the_paces_does_not_change_the_plan() -> None:
 def test_a_change_of_speed_changes_the_plan() -> None:
     planner = measured([10.0, 25.0], anchor=20)
     run(planner, 4, [10.0, 50.0])
-    assert planner.window(PLENTY).batches == (98, 20)
+    assert planner.window(PLENTY).batches == (99, 20)
+
+
+def test_a_small_change_that_lasts_is_followed() -> None:
+    """Seen on two slices of a GPU: a plan that made the fast rank wait 6 % was kept, as good enough."""
+    planner = measured([3.2, 7.29], min_anchor=20, start_anchor=20)
+    run(planner, 40, [2.98, 7.29])
+    fast, slow = planner.window(PLENTY).batches
+    assert fast * 2.98 == pytest.approx(slow * 7.29, rel=0.015)
+
+
+def test_a_rank_that_only_warmed_up_is_probed_again() -> None:
+    """A device that captured both batches of the probe has no pace to tell."""
+    planner = planner_of()
+    run(planner, 1, [10.0, 25.0])
+    run(planner, 1, [0.0, 25.0])
+    assert planner.window(PLENTY).reason.startswith("probe")
+    run(planner, 1, [10.0, 25.0])
+    assert planner.paces == (10.0, 25.0)
 
 
 def test_asking_twice_gives_the_same_plan() -> None:

@@ -26,7 +26,7 @@ PROBE_BATCHES = 2
 STUB = 0.5
 # A settled plan is kept while no rank is off by more than a batch (or this part) and a new one saves little.
 DEAD_ZONE_PART = 0.05
-DEAD_ZONE_WASTE = 0.02
+DEAD_ZONE_WASTE = 0.005
 GUARD_SHRINK = 0.5
 COSTS_KEPT = 3
 

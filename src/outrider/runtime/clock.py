@@ -25,15 +25,17 @@ class Measured:
 
     compute_s: float
     exposed_s: float
+    setup_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
-    """An event, and what lies between it and the one before."""
+    """An event, and what lies between it and the one before: steps, a gap, or a step that warmed something up."""
 
     event: torch.cuda.Event
     steps: int = 0
     is_gap: bool = False
+    is_setup: bool = False
 
 
 class DeviceClock:
@@ -54,11 +56,11 @@ class DeviceClock:
         self._queued: deque[torch.cuda.Event] = deque()
         self._last = self._record()
         self._steps = 0
-        self._compute_s = self._exposed_s = 0.0
+        self._compute_s = self._exposed_s = self._setup_s = 0.0
 
-    def stepped(self) -> None:
-        """A step was queued; returns when there is room for the next."""
-        mark = _Mark(event=self._record(), steps=1)
+    def stepped(self, *, is_steady: bool = True) -> None:
+        """A step was queued; returns when there is room for the next. One that is not steady tells nothing of speed."""
+        mark = _Mark(event=self._record(), steps=int(is_steady), is_setup=not is_steady)
         self._marks.append(mark)
         self._queued.append(mark.event)
         while len(self._queued) > self._ahead():
@@ -73,16 +75,16 @@ class DeviceClock:
         self._marks.append(_Mark(event=self._record(), is_gap=True))
 
     def measure(self, batches: int) -> Measured:
-        """What so many steps took, and the gaps; waits only where no step was ever done."""
+        """What so many steps take at the pace of the steady ones, and the gaps; waits only where none was ever done."""
         self._read_done()
         if self._steps == 0 and self._pace_s is None and self._marks:
             self._marks[-1].event.synchronize()
             self._read_done()
         if self._steps:
             self._pace_s = self._compute_s / self._steps
-        measured = Measured(compute_s=batches * (self._pace_s or 0.0), exposed_s=self._exposed_s)
+        measured = Measured(compute_s=batches * (self._pace_s or 0.0), exposed_s=self._exposed_s, setup_s=self._setup_s)
         self._steps = 0
-        self._compute_s = self._exposed_s = 0.0
+        self._compute_s = self._exposed_s = self._setup_s = 0.0
         return measured
 
     def _record(self) -> torch.cuda.Event:
@@ -104,6 +106,8 @@ class DeviceClock:
             self._steps += mark.steps
             if mark.is_gap:
                 self._exposed_s += seconds
+            elif mark.is_setup:
+                self._setup_s += seconds
             else:
                 self._compute_s += seconds
 

@@ -184,11 +184,12 @@ class Driver:
             self.clock.restart()
             self._has_shared = False
         started_s = time.perf_counter()
+        warm_ups = _warm_ups(replica)
         with self.throttle:
             data = self._data_for(replica, effect.batch)
             replica.step(data, samples=effect.batch.count, at=self.epoch_base + effect.at)
             if self.clock is not None:
-                self.clock.stepped()
+                self.clock.stepped(is_steady=_warm_ups(replica) == warm_ups)
         self.stepped(effect.batch.count, time.perf_counter() - started_s)
 
     def _shared_step(self, replica: Replica, effect: SharedStep) -> Report:
@@ -393,6 +394,7 @@ class Driver:
             measured = self.clock.measure(self.window.batches)
             self.window.compute_s = measured.compute_s
             self.window.exposed_s += measured.exposed_s
+            self.window.setup_s += measured.setup_s
         self.window_log.end(self.windows)
         self.recorder.event("average start", window=self.windows)
 
