@@ -102,8 +102,9 @@ def test_the_document_compares_with_the_solos_and_knows_what_it_does_not_know(ta
     assert told["modes"]["ddp"] == dict(zip(KEYS, (1500.0, 0.75, 1.0, 0.5, None, 5, None), strict=True))
 
 
-def test_the_result_fits_80_columns_and_names_the_stand_in(task: Task) -> None:
-    lines = render(demo_of(task)).splitlines()
+@pytest.mark.parametrize("epochs", [1, 8])
+def test_the_result_fits_80_columns_and_names_the_stand_in(task: Task, epochs: int) -> None:
+    lines = render(demo_of(replace(task, epochs=epochs))).splitlines()
     assert max(map(len, lines)) <= 80
     assert "glyphs (stand-in)" in render(demo_of(task))
 
@@ -114,6 +115,16 @@ def test_the_table_has_a_line_per_mode(task: Task) -> None:
     assert lines[3] == "solo-1              500           -     0.33x     98.5%   6.0 s      25%"
     assert lines[4] == "ddp               1,500        0.75     1.00x     50.0%       -      25%"
     assert lines[-1] == "runs: runs/demo/<mode>"
+
+
+def test_a_device_that_rested_is_named(task: Task) -> None:
+    demo = demo_of(task)
+    assert "rested" not in render(demo)
+    epochs = (replace(EPOCH, share_by_rank=(0.9, 0.1)), replace(EPOCH, share_by_rank=(0.99, 0.01)))
+    demo.results["cpu-balanced"] = replace(demo.results["cpu-balanced"], epochs=epochs)
+    (line,) = [line for line in render(demo).splitlines() if "rested" in line]
+    assert line == "cpu-balanced: cpu@0.4 rested, since sharing such short steps with it is slower"
+    assert len(line) <= 80
 
 
 def test_the_conditions_fit_80_columns(task: Task) -> None:

@@ -28,6 +28,7 @@ from outrider.errors import ConfigError
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
 from outrider.runtime.messages import Message
 
+RESTING_SHARE = 0.02
 SCHEMA_VERSION = 1
 SOLO = "solo-0"
 
@@ -153,13 +154,25 @@ def _row(mode: str, summary: Summary) -> list[str]:
 
 def _reading(demo: Demo) -> list[str]:
     solos = " + ".join(f"solo-{rank}" for rank in range(len(demo.devices)))
-    warm_up = "without the first epoch, the warm-up" if demo.task.epochs > 1 else "warm-up included"
+    warm_up = "the first epoch left out" if demo.task.epochs > 1 else "warm-up included"
     return [
         f"ideal: {number(demo.ideal, ',.0f')} samples/s ({solos}); efficiency is measured against it,",
-        f"speed-up against {SOLO}; samples/s are of training time, {warm_up}",
+        f"speed-up against {SOLO}; samples/s of training time, {warm_up}",
         f"to {number(demo.task.target, '.0%')}: training time until an epoch's evaluation first reached it",
+        *(f"{mode}: {spec} rested, since sharing such short steps with it is slower" for mode, spec in _rested(demo)),
         f"data: {demo.task.data_name}; {rank_words(demo.devices)}",
         f"runs: {demo.output}/<mode>",
+    ]
+
+
+def _rested(demo: Demo) -> list[tuple[str, DeviceSpec]]:
+    """Who had next to nothing to do in the last epoch of a mode."""
+    return [
+        (mode, spec)
+        for mode, result in demo.results.items()
+        if len(result.epochs[-1].share_by_rank) == len(demo.devices)
+        for spec, share in zip(demo.devices, result.epochs[-1].share_by_rank, strict=True)
+        if share < RESTING_SHARE
     ]
 
 
