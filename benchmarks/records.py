@@ -55,6 +55,7 @@ def main() -> None:
     runs, target = Path(sys.argv[1]), Path(sys.argv[2])
     records = [json.loads(path.read_text()) for path in sorted(runs.rglob("record.json"))]
     finished = [record for record in records if record["status"] == "finished"]
+    assert finished, f"no finished run in {runs}"
     once = {key: finished[0][key] for key in ONCE}
     for record in finished:
         differing = [key for key in ONCE if record[key] != once[key]]

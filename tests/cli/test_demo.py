@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ EPOCH = EpochMetrics(
 
 def tell_run(mode: Mode, task: Task, *, run_dir: Path, on_message: Callable[[Message], None], **_: Any) -> ModeResult:
     """A run that ended at once."""
-    on_message(Message(rank=0, kind="epoch", fields=as_json(EPOCH)))
+    epoch = replace(EPOCH, share_by_rank=(0.75, 0.25)) if mode.solo_rank is None else EPOCH
+    on_message(Message(rank=0, kind="epoch", fields=as_json(epoch)))
     run_dir.mkdir(parents=True)
     (run_dir / "model.safetensors").touch()
-    return ModeResult(mode=mode.name, epochs=(EPOCH,), run_dir=run_dir)
+    return ModeResult(mode=mode.name, epochs=(epoch,), run_dir=run_dir)
 
 
 def tell_until_ddp(mode: Mode, task: Task, **options: Any) -> ModeResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -171,10 +172,20 @@ def test_a_trial_of_sharing_that_cost_much_is_not_repeated_soon(lost_ms: float) 
     assert steps == pytest.approx(max(100 * TRIAL_STEPS * 2.0, 100 * (lost_ms - 1.0 + SHARED_STEPS)), rel=0.01)
 
 
+def test_a_trial_in_which_sharing_proved_itself_is_over() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    alone.forget()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=0.5), (FAST, SLOW), TOTAL)
+    alone.spent(shared(ms=5_000.0))
+    assert alone.state()["lost_ms"] is None
+
+
 # In the splitter
 
 
-def told(splitter: Splitter, *, steps: int, exposed_ms: float) -> list[object]:
+def told(splitter: Splitter, *, steps: int, exposed_ms: float, setup_ms: float = 0.0) -> list[object]:
     """Steps of a fast rank and one a fifth as fast, which repeats an update of 4 ms; who works alone after each."""
     lone: list[object] = []
     for _ in range(steps):
@@ -184,6 +195,8 @@ def told(splitter: Splitter, *, steps: int, exposed_ms: float) -> list[object]:
             RankFacts(samples=count, batches=count > 0, compute_ms=ms, exposed_ms=exposed_ms + max(times_ms) - ms)
             for count, ms in zip(samples, times_ms, strict=True)
         )
+        if setup_ms:
+            ranks = tuple(replace(facts, compute_ms=0.0, setup_ms=setup_ms) for facts in ranks)
         splitter.learn(Report(window=0, ranks=ranks))
         lone.append(splitter.lone)
     return lone
@@ -211,6 +224,24 @@ def test_sharing_is_explored_anew_after_a_rest() -> None:
     assert [(decision.kind, decision.value) for decision in decisions] == [("alone", None)]
     assert splitter.lone is None
     assert min(splitter.next(TOTAL).samples) > 0
+
+
+def test_shapes_that_a_trial_of_sharing_captures_are_part_of_its_price() -> None:
+    rests = []
+    for setup_ms in (0.1, 500.0):
+        splitter = Splitter(world_size=2, may_rest=True)
+        told(splitter, steps=64, exposed_ms=0.3)
+        while not splitter.learn_alone(stretch(ms=1.2, batches=512)):
+            pass
+        told(splitter, steps=2, exposed_ms=0.3, setup_ms=setup_ms)
+        assert told(splitter, steps=64, exposed_ms=0.3)[-1] == 0
+        rests.append(splitter.state()["alone"]["left"])
+    assert rests[1] > 4 * rests[0]
+
+
+def test_nobody_goes_alone_by_steps_that_were_captured() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    assert set(told(splitter, steps=200, exposed_ms=0.3, setup_ms=50.0)) == {None}
 
 
 def test_a_short_try_alone_leaves_the_split_as_it_was() -> None:

@@ -395,3 +395,12 @@ def test_steps_in_which_a_new_shape_is_captured_tell_nothing_of_speed() -> None:
     assert splitter.next(128).samples == best
     # The even split, four that vary around the best known, and the best.
     assert len(shapes) <= 6
+
+
+def test_every_split_that_is_tried_waits_for_a_steady_step() -> None:
+    splitter, truth = Splitter(world_size=2), ((1.0, 0.01), (2.0, 0.05))
+    shapes = run_captured(splitter, 3 * 5, truth, lag=0)
+    world = [TimeModel(fixed_ms=fixed, per_sample_ms=each) for fixed, each in truth]
+    # Two steps to capture each of the five splits and one to measure it: the fit then knows fixed from per-sample cost.
+    assert len(shapes) == 5
+    assert slowest_ms(world, splitter.next(128).samples) < 1.1 * slowest_ms(world, minimise_slowest(world, 128))

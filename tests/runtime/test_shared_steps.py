@@ -30,6 +30,8 @@ class ToldClock:
     def __init__(self) -> None:
         self.num_marks: list[int] = [0]
 
+    def restart(self) -> None: ...
+
     def mark(self) -> None:
         self.num_marks[-1] += 1
 

@@ -28,8 +28,8 @@ REFIT_EVERY = 16
 EXPLORING_STEPS = 4
 EXPLORING_PART = 0.25
 DEAD_ZONE = 0.02
-# A rank that was left out is tried again now and then: it may have been slow for a while only.
-RETRY_EVERY = 512
+TIMES_HOLD = 512
+"""Steps for which fitted times are taken to hold; after them a rank that was left out is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,8 +224,7 @@ class Splitter:
             return []
         self._alone.forget()
         decision = Decision("alone", None, reason)
-        if self._alone.lasted < RETRY_EVERY:
-            # Too short to have changed anybody's speed: the split of before still holds.
+        if self._alone.lasted < TIMES_HOLD:
             return [decision]
         self._exploring_left = EXPLORING_STEPS + 1
         return [decision, *self._explore()]
@@ -282,7 +281,7 @@ class Splitter:
             return []
         if self._exploring_left:
             return self._explore()
-        if 0 in self._usual.samples and self._num_steps % RETRY_EVERY == 0:
+        if 0 in self._usual.samples and self._num_steps % TIMES_HOLD == 0:
             self._exploring_left = EXPLORING_STEPS + 1
             return self._explore()
         best = self._best(self._usual.total)

@@ -63,6 +63,11 @@ class Replica:
         """Takes the steps where they are CUDA graphs."""
         self.compiled: CompiledStep | None = None
 
+    @property
+    def num_warm_ups(self) -> int:
+        """Grows with every step that says nothing about speed, since something new to the device was captured in it."""
+        return 0 if self.captured is None else self.captured.num_warm_ups
+
     def use_channels_last(self) -> None:
         """Lay the weights of convolutions out anew; before anybody has learned the arena's layout."""
         to_channels_last(self.model)

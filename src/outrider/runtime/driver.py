@@ -108,9 +108,7 @@ class Driver:
         assert isinstance(replica, Replica), "in a user's loop the user takes the steps"
         steps = self.steps(policy, leases=leases, epoch_base=epoch_base)
         report: Report | None = None
-        if self.clock is not None and self._shared_clock is not None:
-            self.clock.restart()
-            self._shared_clock.restart()
+        self._restart_clocks()
         if replica.captured is not None:
             replica.captured.wake()
         with contextlib.suppress(StopIteration):
@@ -184,12 +182,12 @@ class Driver:
             self.clock.restart()
             self._has_shared = False
         started_s = time.perf_counter()
-        warm_ups = _warm_ups(replica)
+        warm_ups = replica.num_warm_ups
         with self.throttle:
             data = self._data_for(replica, effect.batch)
             replica.step(data, samples=effect.batch.count, at=self.epoch_base + effect.at)
             if self.clock is not None:
-                self.clock.stepped(is_steady=_warm_ups(replica) == warm_ups)
+                self.clock.stepped(is_steady=replica.num_warm_ups == warm_ups)
         self.stepped(effect.batch.count, time.perf_counter() - started_s)
 
     def _shared_step(self, replica: Replica, effect: SharedStep) -> Report:
@@ -212,7 +210,7 @@ class Driver:
     def _shared_step_on_device(self, replica: Replica, effect: SharedStep, clock: SharedClock) -> Report:
         """The whole step is queued before anybody waits for it, so what it took is told with the next one."""
         samples = effect.batch.count
-        warm_ups = _warm_ups(replica)
+        warm_ups = replica.num_warm_ups
         clock.mark()
         self._gradient(replica, effect.batch)
         clock.mark()
@@ -224,7 +222,7 @@ class Driver:
         measured = clock.measured()
         replica.watch_loss()
         # The first step warms the device up, and so does the first of a new shape.
-        is_steady = self._has_shared and _warm_ups(replica) == warm_ups
+        is_steady = self._has_shared and replica.num_warm_ups == warm_ups
         self.window.stepped(samples=samples, seconds=measured.compute_s, is_steady=is_steady)
         self.window_log.stepped(samples=samples, seconds=measured.compute_s)
         self._has_shared = True
@@ -314,9 +312,7 @@ class Driver:
         self.account.wait_s += rested_s
         self.recorder.wait("rest", rested_s)
         self._has_shared = False
-        if self.clock is not None and self._shared_clock is not None:
-            self.clock.restart()
-            self._shared_clock.restart()
+        self._restart_clocks()
         report = self._report(settled, is_blocking=True)
         if is_source:
             self._record_average(report, elapsed_s)
@@ -377,6 +373,12 @@ class Driver:
         yield
         self.window.exposed_s += time.perf_counter() - started_s
 
+    def _restart_clocks(self) -> None:
+        """What comes next follows on no step: time begins anew."""
+        for clock in (self.clock, self._shared_clock):
+            if clock is not None:
+                clock.restart()
+
     def _wait_for_device(self) -> None:
         """Kernels run behind the host: the window's time ends when they do."""
         started_s = time.perf_counter()
@@ -397,7 +399,3 @@ class Driver:
             self.window.setup_s += measured.setup_s
         self.window_log.end(self.windows)
         self.recorder.event("average start", window=self.windows)
-
-
-def _warm_ups(replica: Replica) -> int:
-    return 0 if replica.captured is None else replica.captured.num_warm_ups

@@ -28,14 +28,15 @@ TOO_FEW = f"needs {MIN_SEEDS} seeds"
 
 
 class Scale(NamedTuple):
-    """How an evaluation is written: times a factor, with so many digits; a difference of it with this unit."""
+    """How an evaluation is written: times a factor, with so many digits, and the units of it and of a difference."""
 
     factor: float
     digits: int
-    of_difference: str = ""
+    unit: str = ""
+    unit_of_difference: str = ""
 
 
-SCALES = {"accuracy": Scale(100.0, 2, " points"), "mse": Scale(1.0, 6), "loss": Scale(1.0, 4)}
+SCALES = {"accuracy": Scale(100.0, 2, " %", " points"), "mse": Scale(1.0, 6), "loss": Scale(1.0, 4)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,5 +162,5 @@ def _later(summary: ModeSummary, solo: ModeSummary) -> list[str]:
 def _weaker(judged: Quality | None, scale: Scale) -> list[str]:
     if judged is None or judged.verdict != WORSE:
         return []
-    difference = f"{scale.factor * abs(judged.difference):.{scale.digits}f}{scale.of_difference}"
+    difference = f"{scale.factor * abs(judged.difference):.{scale.digits}f}{scale.unit_of_difference}"
     return [f"worse evaluation, by {difference}"]

@@ -62,9 +62,9 @@ def evaluation(value: float | None, ci95: Interval | None, *, metric: str) -> st
     """With half the width of its interval: 98.91 ± 0.12 %, or 1.572 ± 0.011."""
     if value is None:
         return UNKNOWN
-    factor, digits, _ = SCALES[metric]
+    factor, digits, unit, _ = SCALES[metric]
     spread = "" if ci95 is None else f" ± {factor * (ci95.high - ci95.low) / 2:.{digits}f}"
-    return f"{factor * value:.{digits}f}{spread}{' %' if metric == 'accuracy' else ''}"
+    return f"{factor * value:.{digits}f}{spread}{unit}"
 
 
 def with_interval(value: float | None, ci95: Interval | None, pattern: str) -> str:
@@ -84,14 +84,14 @@ def time_to_target(summary: ModeSummary, *, has_target: bool) -> str:
 
 def quality_table(group: Group, summaries: Mapping[str, ModeSummary]) -> Table:
     headers = ("mode", "difference to solo-0", "95 % interval", "p of the two one-sided tests", "verdict")
-    scale, digits, unit = SCALES[group.subject.metric]
+    factor, digits, _, unit = SCALES[group.subject.metric]
     rows = [
         [
             one.mode,
-            f"{scale * one.difference:+.{digits}f}{unit}",
+            f"{factor * one.difference:+.{digits}f}{unit}",
             UNKNOWN
             if one.ci95 is None
-            else f"{scale * one.ci95.low:+.{digits}f} to {scale * one.ci95.high:+.{digits}f}",
+            else f"{factor * one.ci95.low:+.{digits}f} to {factor * one.ci95.high:+.{digits}f}",
             UNKNOWN if one.test is None else f"{one.test.p_value:.3f}",
             one.verdict,
         ]
