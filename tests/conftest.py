@@ -23,8 +23,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 _PATIENCE_S = 3.0
 # Started once by Python or torch on first use and meant to live as long as the process.
 _LASTING_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
-_LASTING_THREADS = ("tqdm_monitor", "pytest_timeout")
+_LASTING_THREADS = ("tqdm_monitor", "pytest_timeout", "outrider-nursery")
 _LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# The one from which ranks are forked, which then have its command; it goes when nobody needed it for a while.
+_NURSERY = "outrider.runtime.nursery_keeper"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -84,7 +86,8 @@ def _processes(this: psutil.Process) -> Iterator[str]:
             command = " ".join(child.cmdline())
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             command = "ended, but nobody waited for it"
-        if not any(lasting in command for lasting in _LASTING_COMMANDS):
+        is_nursery = _NURSERY in command and child.ppid() == this.pid
+        if not is_nursery and not any(lasting in command for lasting in _LASTING_COMMANDS):
             yield f"{child.pid} ({command[:120]})"
 
 

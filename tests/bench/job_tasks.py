@@ -41,3 +41,7 @@ def be_killed() -> NoReturn:
 def tell_variables(path: Path, *names: str) -> NoReturn:
     path.write_text("\n".join(f"{name}={os.environ.get(name)}" for name in names))
     raise ConfigError("there is no GPU here")
+
+
+def refuse_by_pid() -> NoReturn:
+    raise ConfigError(f"worker {os.getpid()} will not")

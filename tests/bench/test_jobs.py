@@ -100,6 +100,13 @@ def test_runs_beside_each_other_are_marked_as_not_timed(told: Told) -> None:
     assert [run.case.is_timed for run in runs if run is not None] == [False, False]
 
 
+def test_workers_run_case_after_case(job_tasks: ModuleType, make_log: MakeLog, tmp_path: Path) -> None:
+    planned = [replace(one, make_task=job_tasks.refuse_by_pid) for one in plan(REQUEST)]
+    swept = run_sweep_beside(planned, output=tmp_path, watcher=make_log(), num_jobs=1)
+    assert len(swept.failures) == len(planned)
+    assert len({error.message for _, error in swept.failures}) == 1
+
+
 # Failures
 
 

@@ -98,7 +98,17 @@ def test_where_no_policy_did_better_nothing_is_advised() -> None:
         "resnet18: use the fastest device alone; the quickest way to use 2, torch DDP, has 0.80 times its speed, "
         "57 % of what the devices give alone."
     )
-    assert sentences[1] == "resnet18: your devices are unequal by 2.5x: DDP loses 43 %, no policy did better here."
+    assert (
+        sentences[1]
+        == "resnet18: your devices are unequal by 2.5x: DDP loses 43 %, no policy beats the fastest device alone."
+    )
+
+
+def test_a_way_that_beats_ddp_but_not_the_fastest_device_alone_is_not_advised() -> None:
+    # 95 of 140 samples per second are 68 %, more than the 57 of DDP, and less than one device has alone.
+    resting = row("balanced", "cpu,cpu@0.4", 95.0)
+    sentences = finding(record(*UNEQUAL.rows[:3], UNEQUAL.rows[4], resting))
+    assert sentences[1] == "resnet18: your devices are unequal by 2.5x: DDP loses 43 %, use async."
 
 
 def test_one_device_leaves_nothing_to_compare() -> None:

@@ -1,6 +1,7 @@
 """Real ranks in real processes: what they find, what they tell, and every way they end.
 
-The targets import no torch, so a rank costs a fraction of a second.
+The targets import no torch, so a rank costs a fraction of a second. All of it holds for ranks in fresh processes and
+for ranks that are forked from a nursery.
 """
 
 from __future__ import annotations
@@ -30,8 +31,20 @@ FOREVER_S = 600
 WaitUntilGone = Callable[[list[int]], None]
 
 
-def start(target: Callable[..., None], log_dir: Path, **payload: object) -> Ranks:
-    return launch(target, payload, devices=TWO, log_dir=log_dir)
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture(scope="module", params=[(), ("wave",)], ids=["fresh", "forked"])
+def imports(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return request.param
+
+
+@pytest.fixture
+def start(imports: tuple[str, ...]) -> Start:
+    def start(target: Callable[..., None], log_dir: Path, **payload: object) -> Ranks:
+        return launch(target, payload, devices=TWO, log_dir=log_dir, imports=imports)
+
+    return start
 
 
 def outcome(ranks: Ranks) -> list[Message]:
@@ -123,7 +136,7 @@ def tell_much(link: Link) -> None:
 
 
 @pytest.fixture(scope="module")
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def surroundings(imports: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     log_dir = tmp_path_factory.mktemp("logs") / "deep"
     messages = outcome(
         launch(
@@ -132,6 +145,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             devices=TWO,
             log_dir=log_dir,
             environment={"EXTRA": "yes"},
+            imports=imports,
         )
     )
     return {"fields": [message.fields for message in messages], "log_dir": log_dir}
@@ -168,7 +182,7 @@ def test_what_a_rank_prints_is_in_its_log(surroundings: dict[str, Any]) -> None:
     assert (surroundings["log_dir"] / "rank1.log").read_text() == "good day from rank 1\n"
 
 
-def test_many_messages_arrive_whole_and_in_order_although_nobody_listens_at_first(tmp_path: Path) -> None:
+def test_many_messages_arrive_whole_and_in_order_although_nobody_listens_at_first(start: Start, tmp_path: Path) -> None:
     with start(tell_much, tmp_path) as ranks:
         ranks.wait(timeout_s=60)
         numbers = [message.fields["number"] for message in ranks.messages() if message.rank == 1]
@@ -178,7 +192,7 @@ def test_many_messages_arrive_whole_and_in_order_although_nobody_listens_at_firs
 # What can be sent.
 
 
-def test_a_closure_with_what_it_holds_can_be_a_target(tmp_path: Path) -> None:
+def test_a_closure_with_what_it_holds_can_be_a_target(start: Start, tmp_path: Path) -> None:
     factor = 3
 
     def multiply(link: Link, number: int) -> None:
@@ -188,7 +202,7 @@ def test_a_closure_with_what_it_holds_can_be_a_target(tmp_path: Path) -> None:
     assert [message.fields["value"] for message in messages] == [21, 21]
 
 
-def test_what_two_options_share_stays_shared(tmp_path: Path) -> None:
+def test_what_two_options_share_stays_shared(start: Start, tmp_path: Path) -> None:
     shared = [1, 2]
 
     def compare(link: Link, first: list[int], second: list[int]) -> None:
@@ -198,14 +212,14 @@ def test_what_two_options_share_stays_shared(tmp_path: Path) -> None:
     assert all(message.fields["is_same"] for message in messages)
 
 
-def test_the_option_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+def test_the_option_that_cannot_be_sent_is_named(start: Start, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         start(hang, tmp_path, model=3, dataset=[threading.Lock()])
     assert caught.value.message == "dataset cannot be sent to the ranks: cannot pickle '_thread.lock' object"
     assert caught.value.hint == "pass a function that makes it, or open files and locks inside the rank"
 
 
-def test_the_payload_is_private_and_gone_once_all_ranks_have_read_it(tmp_path: Path) -> None:
+def test_the_payload_is_private_and_gone_once_all_ranks_have_read_it(start: Start, tmp_path: Path) -> None:
     before = set(Path(tempfile.gettempdir()).glob(f"outrider-{os.getpid()}-*"))
     with start(wait_for_stop, tmp_path) as ranks:
         (folder,) = set(Path(tempfile.gettempdir()).glob(f"outrider-{os.getpid()}-*")) - before
@@ -220,7 +234,7 @@ def test_the_payload_is_private_and_gone_once_all_ranks_have_read_it(tmp_path: P
 # How ranks end.
 
 
-def test_a_polite_stop_reaches_every_rank(tmp_path: Path) -> None:
+def test_a_polite_stop_reaches_every_rank(start: Start, tmp_path: Path) -> None:
     with start(wait_for_stop, tmp_path) as ranks:
         assert ranks.next_message(60)
         ranks.stop()
@@ -229,7 +243,7 @@ def test_a_polite_stop_reaches_every_rank(tmp_path: Path) -> None:
     assert kinds == ["ready", "stopped", "stopped"]
 
 
-def test_the_exception_of_one_rank_arrives_while_the_other_hangs(tmp_path: Path) -> None:
+def test_the_exception_of_one_rank_arrives_while_the_other_hangs(start: Start, tmp_path: Path) -> None:
     error = failure(start(fail_in_rank_1, tmp_path))
     assert isinstance(error, StepError)
     assert error.message == "rank 1 (cpu@0.4): ValueError: loss went wrong"
@@ -239,14 +253,14 @@ def test_the_exception_of_one_rank_arrives_while_the_other_hangs(tmp_path: Path)
     assert "child.py" not in error.traceback
 
 
-def test_a_lost_peer_is_never_reported_before_the_cause(tmp_path: Path) -> None:
+def test_a_lost_peer_is_never_reported_before_the_cause(start: Start, tmp_path: Path) -> None:
     error = failure(start(lose_peer_first, tmp_path))
     assert isinstance(error, ConfigError)
     assert (error.message, error.hint) == ("rank 1 cannot go on", "give it what it needs")
     assert (error.rank, error.step) == (1, 3)
 
 
-def test_a_rank_that_is_killed_is_reported_with_its_last_log_lines(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_reported_with_its_last_log_lines(start: Start, tmp_path: Path) -> None:
     error = failure(start(kill_rank_1, tmp_path))
     assert error.message == "rank 1 (cpu@0.4) died with signal 9 (SIGKILL)"
     assert error.hint == f"see {tmp_path / 'rank1.log'}; a system out of memory ends processes this way"
@@ -254,40 +268,42 @@ def test_a_rank_that_is_killed_is_reported_with_its_last_log_lines(tmp_path: Pat
     assert error.rank == 1
 
 
-def test_a_rank_that_exits_without_a_word_has_failed_whatever_its_code(tmp_path: Path) -> None:
+def test_a_rank_that_exits_without_a_word_has_failed_whatever_its_code(start: Start, tmp_path: Path) -> None:
     error = failure(start(exit_quietly_in_rank_1, tmp_path))
     assert error.message == "rank 1 (cpu@0.4) ended with exit code 0 before it was done"
 
 
-def test_what_a_dead_rank_started_is_ended_with_it(tmp_path: Path, wait_until_gone: WaitUntilGone) -> None:
+def test_what_a_dead_rank_started_is_ended_with_it(
+    start: Start, tmp_path: Path, wait_until_gone: WaitUntilGone
+) -> None:
     with start(leave_a_helper_and_die, tmp_path) as ranks:
         pids = [message.fields["pid"] for message in ranks.messages()]
     assert len(pids) == 2
     wait_until_gone(pids)
 
 
-def test_leaving_the_block_ends_ranks_that_ignore_sigterm(tmp_path: Path) -> None:
+def test_leaving_the_block_ends_ranks_that_ignore_sigterm(start: Start, tmp_path: Path) -> None:
     with start(ignore_sigterm_and_hang, tmp_path) as ranks:
         assert ranks.next_message(60)
         assert ranks.next_message(60)
     assert not ranks.is_running
 
 
-def test_ranks_that_were_ended_on_purpose_have_not_failed(tmp_path: Path) -> None:
+def test_ranks_that_were_ended_on_purpose_have_not_failed(start: Start, tmp_path: Path) -> None:
     with start(hang, tmp_path) as ranks:
         ranks.terminate()
         ranks.raise_error()
     assert not ranks.is_running
 
 
-def test_a_wait_that_is_too_short_names_the_ranks_that_still_run(tmp_path: Path) -> None:
+def test_a_wait_that_is_too_short_names_the_ranks_that_still_run(start: Start, tmp_path: Path) -> None:
     with start(hang, tmp_path) as ranks, pytest.raises(WaitError) as caught:
         ranks.wait(timeout_s=0.01)
     assert caught.value.message == "rank 0 (cpu), rank 1 (cpu@0.4) did not end within 0.01 s"
     assert caught.value.hint == "call stop() or terminate()"
 
 
-def test_no_message_in_time_is_none_while_the_ranks_go_on(tmp_path: Path) -> None:
+def test_no_message_in_time_is_none_while_the_ranks_go_on(start: Start, tmp_path: Path) -> None:
     with start(wait_for_stop, tmp_path) as ranks:
         assert ranks.next_message(60)
         assert ranks.next_message(60)
@@ -307,7 +323,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert caught.value.hint == "leave port out and a free one is taken"
 
 
-def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_log_folder_that_cannot_be_made_is_named(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
         start(hang, tmp_path / "file" / "logs")
@@ -329,7 +345,7 @@ def test_interpreters_must_match_the_devices(tmp_path: Path) -> None:
     assert caught.value.hint == "give one interpreter per device, or leave interpreters out"
 
 
-def test_ranks_cannot_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_cannot_start_ranks(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"OUTRIDER_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.core.effects import Batch, HandOver, Lease, Report, SharedStep, Step
+from outrider.core.effects import Batch, HandOver, Lease, Merge, Report, SharedStep, Step
 from outrider.data.feed import make_feed
 from outrider.data.leases import LocalLeases
 from outrider.replica.recipe import Recipe
@@ -111,3 +111,15 @@ def test_every_step_is_marked_four_times(driver: Driver) -> None:
 
 def test_on_a_host_a_step_is_told_at_once(driver: Driver) -> None:
     assert [report.ranks[0].samples for report in run(driver)] == [4, 4, 4]
+
+
+def alone_then_merged(reports: list[Report]) -> Iterator[Step | HandOver | Merge]:
+    yield Step(Batch(0, 12), at=0)
+    reports.append((yield HandOver(source=0, samples=12, at=0)))
+    yield Merge(samples=12)
+
+
+def test_what_the_last_average_of_a_segment_cost_is_counted_too(driver: Driver) -> None:
+    run(driver, alone_then_merged)
+    assert driver.account.averages == 1
+    assert driver.account.cost_s > 0

@@ -24,20 +24,20 @@ def work(link):
     link.send("pid", pid=os.getpid())
     time.sleep(float(sys.argv[2]))
 
-ranks = launch(work, {}, devices=parse_devices("cpu,cpu"), log_dir=Path(sys.argv[1]))
+ranks = launch(work, {}, devices=parse_devices("cpu,cpu"), log_dir=Path(sys.argv[1]), imports=sys.argv[3:])
 print(ranks.next_message().fields["pid"], ranks.next_message().fields["pid"], flush=True)
 """
 
 
-@pytest.fixture
-def run_script(tmp_path: Path) -> Iterator[RunScript]:
+@pytest.fixture(params=[(), ("wave",)], ids=["fresh", "forked"])
+def run_script(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunScript]:
     """Start SCRIPT, a program without a guard around its main part, with some last lines of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def run(last_lines: str, *, sleep_s: float) -> subprocess.Popen[str]:
         script = tmp_path / "script.py"
         script.write_text(SCRIPT + textwrap.dedent(last_lines))
-        command = [sys.executable, str(script), str(tmp_path / "logs"), str(sleep_s)]
+        command = [sys.executable, str(script), str(tmp_path / "logs"), str(sleep_s), *request.param]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process

@@ -28,6 +28,7 @@ from outrider.runtime.folder import SCHEMA_VERSION, RunFolder, new_folder
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, Message, adopted_link, as_ours
 from outrider.runtime.metrics import EpochMetrics
+from outrider.runtime.nursery import TRAINING
 from outrider.runtime.rank import RunSetting, check_num_samples, train_rank
 from outrider.runtime.ranks import Ranks
 from outrider.runtime.record import close_record
@@ -77,6 +78,7 @@ def _start(order: Order, on_message: Callable[[Message], None]) -> Run:
             devices=resolved.devices,
             log_dir=folder.path,
             port=order.config.port,
+            imports=TRAINING,
             num_threads=order.config.threads_per_rank,
         )
     sampler = make_sampler(order, ranks, resolved.devices, origin_s=setting.origin_s)

@@ -24,6 +24,7 @@ from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, Message
 from outrider.runtime.metrics import as_json
+from outrider.runtime.nursery import TRAINING
 from outrider.runtime.script import take_part
 from outrider.runtime.world import choose_backend
 
@@ -47,6 +48,7 @@ def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = la
         devices=specs,
         log_dir=folder.path,
         port=config.port,
+        imports=TRAINING,
         num_threads=config.threads_per_rank,
     )
     return StartedRun(ranks, folder, on_message=on_message)

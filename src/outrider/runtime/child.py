@@ -1,7 +1,7 @@
 """The life of a rank that our launcher started: read the payload, run the target, tell how it ended.
 
 Decides when a rank must end because its starter is gone. Does not know what the target does, and imports no torch.
-Entered by the few lines of BOOT that the launcher hands to a fresh interpreter.
+Entered by the few lines of BOOT that the launcher hands to a fresh interpreter, or from a nursery.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(start: dict[str, Any]) -> None:
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if start["dies_with_starter"]:
-        _die_with_starter()
+        die_with_parent()
     folder = Path(start["folder"])
     link = _make_link(start)
     watch = threading.Thread(
@@ -55,8 +55,8 @@ def main(start: dict[str, Any]) -> None:
     sys.exit(_run(link, folder / "payload"))
 
 
-def _die_with_starter() -> None:
-    """On Linux the kernel ends this rank with its starter, even where a deadlock lets no thread of it run."""
+def die_with_parent() -> None:
+    """On Linux the kernel ends this process with its parent, even where a deadlock lets no thread of it run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

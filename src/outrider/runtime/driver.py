@@ -319,7 +319,10 @@ class Driver:
         return report
 
     def _merge(self, effect: Merge) -> None:
-        self.averages.average(effect.samples, self._facts(is_dry=True))
+        settled = self.averages.average(effect.samples, self._facts(is_dry=True))
+        # None of the policy's averages, but it brings word of what the last of those cost.
+        told = as_report(self.windows, settled.facts, settled.drift)
+        self.account.charge(told, self.replica.rank, is_blocking=True)
 
     def _taken(self, planned: int) -> int:
         """Samples since the last average: fewer than the policy planned where a user left the loop early."""
@@ -339,7 +342,8 @@ class Driver:
         self.drift = settled.drift
         self.is_stopped = self.is_stopped or report.wants_stop
         waited_before_s = self.account.wait_s
-        self.account.saw(report, self.replica.rank, is_blocking=is_blocking)
+        self.account.averages += 1
+        self.account.charge(report, self.replica.rank, is_blocking=is_blocking)
         self._record_wait(report, self.account.wait_s - waited_before_s)
         return report
 

@@ -17,6 +17,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Set for ranks of our own launcher, whose variables otherwise look like torchrun's.
 _OWN_MARK = "OUTRIDER_RANK"
 _DEVICES = "OUTRIDER_DEVICES"
+_FRESH_RANKS = "OUTRIDER_FRESH_RANKS"
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,6 +56,11 @@ class Environment:
 def wanted_devices(given: str | Sequence[str], variables: Mapping[str, str] = os.environ) -> str | Sequence[str]:
     """The devices to use: those of `outrider run --devices`, or else those that the program names."""
     return variables.get(_DEVICES) or given
+
+
+def wants_fresh_ranks(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether every rank is to be a program of its own: profilers follow those, and often not what is forked."""
+    return variables.get(_FRESH_RANKS, "") not in ("", "0")
 
 
 def alone() -> Environment:

@@ -25,13 +25,15 @@ from outrider.machine.devices import CARD_ORDER, DeviceSpec, num_cores, threads_
 from outrider.runtime.child import BOOT
 from outrider.runtime.environment import Environment, launched
 from outrider.runtime.mps import slices
+from outrider.runtime.nursery import Nest, Nursery, nursery_for
 from outrider.runtime.payload import library_folders, write_payload
-from outrider.runtime.rank_process import RankProcess
+from outrider.runtime.rank_process import Process, RankProcess
 from outrider.runtime.ranks import Ranks
 
 __all__ = ["Ranks", "launch"]
 
 _HOST = "127.0.0.1"
+_STDOUT, _STDERR = 1, 2
 
 
 def launch(
@@ -42,20 +44,23 @@ def launch(
     log_dir: Path,
     port: int = 0,
     environment: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
     interpreters: Sequence[str] | None = None,
     num_threads: int | None = None,
     shown_rank: int | None = None,
 ) -> Ranks:
     """Run `target(link, **payload)` in one new process per device.
 
-    `environment` is added to the variables of all ranks; `interpreters` gives each rank a Python of its own;
-    `num_threads` is for each rank, by default the ranks share the cores. Slices of a GPU get a private MPS daemon that
-    ends with the ranks. `shown_rank` writes where this process does instead of to a log.
+    `environment` is added to the variables of all ranks; `imports` are modules that all of them need, imported once
+    for all where that can be done; `interpreters` gives each rank a Python of its own; `num_threads` is for each rank,
+    by default the ranks share the cores. Slices of a GPU get a private MPS daemon that ends with the ranks.
+    `shown_rank` writes where this process does instead of to a log.
     """
     _check_not_in_rank()
     orders = _orders(
         devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir, num_threads=num_threads
     )
+    nursery = nursery_for(imports=imports, environment=_common_variables(environment or {}))
     orders = [replace(order, is_shown=order.rank == shown_rank) for order in orders]
     with ExitStack() as cleanup:
         folder = Path(tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-"))
@@ -65,7 +70,7 @@ def launch(
         port = _serve_store(port, cleanup=cleanup)
         own = cleanup.enter_context(slices(devices))
         orders = [replace(order, variables={**order.variables, **own[order.rank]}) for order in orders]
-        processes = _start_all(orders, folder=folder, port=port)
+        processes = _start_all(orders, folder=folder, port=port, nursery=nursery)
         ranks = Ranks(processes, on_all_started=remove_folder, on_end=cleanup.pop_all().close)
     ranks.begin_watching()
     return ranks
@@ -134,11 +139,11 @@ def _serve_store(port: int, *, cleanup: ExitStack) -> int:
     return holder[0].port
 
 
-def _start_all(orders: Sequence[_Order], *, folder: Path, port: int) -> list[RankProcess]:
+def _start_all(orders: Sequence[_Order], *, folder: Path, port: int, nursery: Nursery | None) -> list[RankProcess]:
     processes: list[RankProcess] = []
     try:
         for order in orders:
-            processes.append(_start(order, folder=folder, port=port))
+            processes.append(_start(order, folder=folder, port=port, nursery=nursery))
     except BaseException:
         for process in processes:
             process.close()
@@ -146,7 +151,7 @@ def _start_all(orders: Sequence[_Order], *, folder: Path, port: int) -> list[Ran
     return processes
 
 
-def _start(order: _Order, *, folder: Path, port: int) -> RankProcess:
+def _start(order: _Order, *, folder: Path, port: int, nursery: Nursery | None) -> RankProcess:
     with ExitStack() as on_failure, ExitStack() as ends_of_rank:
         messages_fd, rank_messages_fd = os.pipe()
         rank_control_fd, control_fd = os.pipe()
@@ -158,7 +163,14 @@ def _start(order: _Order, *, folder: Path, port: int) -> RankProcess:
         start = _start_file(order, folder=folder, messages_fd=rank_messages_fd, control_fd=rank_control_fd)
         start_path.write_text(json.dumps(start))
         log = None if order.is_shown else ends_of_rank.enter_context(_open_log(order.log_path))
-        process = _spawn(order, start_path, port=port, log=log, pass_fds=(rank_messages_fd, rank_control_fd))
+        birth = _Birth(
+            start_path=start_path,
+            variables=_common_variables(order.variables) | _environment(order, port=port).variables(),
+            log=log,
+            messages_fd=rank_messages_fd,
+            control_fd=rank_control_fd,
+        )
+        process = _forked(order, birth, nursery) or _spawned(order, birth)
         on_failure.pop_all()
     return RankProcess(
         rank=order.rank,
@@ -204,17 +216,44 @@ def _open_log(path: Path) -> BinaryIO:
         ) from error
 
 
-def _spawn(
-    order: _Order, start_path: Path, *, port: int, log: BinaryIO | None, pass_fds: tuple[int, int]
-) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Birth:
+    """What the process of a rank is given, whichever way it comes about."""
+
+    start_path: Path
+    variables: Mapping[str, str]
+    log: BinaryIO | None
+    messages_fd: int
+    control_fd: int
+
+
+def _forked(order: _Order, birth: _Birth, nursery: Nursery | None) -> Process | None:
+    """From the nursery; None where there is none, for this interpreter, or it cannot."""
+    if nursery is None or order.interpreter != sys.executable:
+        return None
+    log = birth.log
+    return nursery.fork(
+        Nest(
+            start_path=str(birth.start_path),
+            environment=birth.variables,
+            folder=os.getcwd(),
+            messages_fd=birth.messages_fd,
+            control_fd=birth.control_fd,
+            stdout_fd=_STDOUT if log is None else log.fileno(),
+            stderr_fd=_STDERR if log is None else log.fileno(),
+        )
+    )
+
+
+def _spawned(order: _Order, birth: _Birth) -> Process:
     try:
         return subprocess.Popen(
-            [order.interpreter, "-c", BOOT, str(start_path)],
+            [order.interpreter, "-c", BOOT, str(birth.start_path)],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=None if log is None else subprocess.STDOUT,
-            env={**CARD_ORDER, **os.environ, **order.variables, **_environment(order, port=port).variables()},
-            pass_fds=pass_fds,
+            stdout=birth.log,
+            stderr=None if birth.log is None else subprocess.STDOUT,
+            env=dict(birth.variables),
+            pass_fds=(birth.messages_fd, birth.control_fd),
             # Ctrl-C in the terminal must reach the starter alone, which ends the ranks in order.
             start_new_session=True,
         )
@@ -223,6 +262,10 @@ def _spawn(
             f"rank {order.rank} cannot be started with {order.interpreter}: {error.strerror}",
             hint="give the path of a Python that has outrider installed",
         ) from error
+
+
+def _common_variables(given: Mapping[str, str]) -> dict[str, str]:
+    return {**CARD_ORDER, **os.environ, **given}
 
 
 def _environment(order: _Order, *, port: int) -> Environment:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from outrider.errors import OutriderError
 from outrider.machine.devices import DeviceSpec
@@ -18,6 +18,17 @@ from outrider.runtime.messages import Message, decode
 
 _NUM_LOG_LINES = 20
 _LOG_TAIL_BYTES = 8_192
+
+
+class Process(Protocol):
+    """What is used of a Popen."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
 
 
 class RankProcess:
@@ -28,7 +39,7 @@ class RankProcess:
         *,
         rank: int,
         spec: DeviceSpec,
-        process: subprocess.Popen[bytes],
+        process: Process,
         messages_fd: int,
         control_fd: int,
         log_path: Path,
@@ -96,6 +107,7 @@ class RankProcess:
     def death(self) -> OutriderError:
         """The error for a rank that ended without a word."""
         code = self._process.returncode
+        assert code is not None, "asked of a rank that has ended"
         hint = f"see {self._log_path}" if self._log_path.exists() else "see its output above"
         if code == -signal.SIGKILL:
             hint += "; a system out of memory ends processes this way"

@@ -75,10 +75,9 @@ class AverageAccount:
     cost_s: float = 0.0
     wait_s: float = 0.0
 
-    def saw(self, report: Report, rank: int, *, is_blocking: bool) -> None:
+    def charge(self, report: Report, rank: int, *, is_blocking: bool) -> None:
         """A report carries what the previous average took from each rank; the last to arrive waited for nobody."""
         exposed = [facts.exposed_ms for facts in report.ranks]
         cost_ms = min(exposed) if is_blocking else exposed[rank]
-        self.averages += 1
         self.cost_s += cost_ms / 1e3
         self.wait_s += (exposed[rank] - cost_ms) / 1e3

@@ -23,6 +23,7 @@ from outrider.machine.devices import num_cores, threads_per_rank
 from outrider.runtime.environment import Environment
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link, adopted_link
+from outrider.runtime.nursery import TRAINING
 from outrider.runtime.store import serve_store
 from outrider.runtime.world import World
 
@@ -75,6 +76,7 @@ def _in_new_processes(plan: IterationPlan, model: str, world_size: int) -> Times
             {"plan": plan, "model": model},
             devices=plan.devices[:world_size],
             log_dir=Path(folder),
+            imports=TRAINING,
             num_threads=num_threads,
         ) as ranks,
     ):

@@ -24,6 +24,7 @@ from outrider.runtime import config as configs
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Message
+from outrider.runtime.nursery import TRAINING
 from outrider.runtime.rank import RunSetting
 from outrider.runtime.world import choose_backend
 
@@ -73,6 +74,7 @@ class Peer:
             devices=places,
             log_dir=folder.path,
             port=config.port,
+            imports=TRAINING,
             num_threads=config.threads_per_rank,
         )
         sampler = make_sampler(order, ranks, places, origin_s=setting.origin_s)

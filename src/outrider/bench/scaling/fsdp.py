@@ -30,6 +30,7 @@ from outrider.runtime.folder import RunFolder
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import as_json, from_json
+from outrider.runtime.nursery import TRAINING
 from outrider.runtime.rank import RunSetting
 from outrider.runtime.record import close_record
 from outrider.runtime.world import World
@@ -83,7 +84,12 @@ def run_fsdp(order: Order, devices: Sequence[DeviceSpec]) -> ModeResult:
     folder.create()
     payload = {"recipe": order.recipe, "setting": setting, "settings": configs.settings(config)}
     with launch(
-        run_fsdp_rank, payload, devices=devices, log_dir=folder.path, num_threads=config.threads_per_rank
+        run_fsdp_rank,
+        payload,
+        devices=devices,
+        log_dir=folder.path,
+        imports=TRAINING,
+        num_threads=config.threads_per_rank,
     ) as ranks:
         epochs = tuple(from_json(message.fields) for message in ranks.messages() if message.kind == "epoch")
         ranks.raise_error()

@@ -1,4 +1,4 @@
-"""Worker processes that run one case each and tell what becomes of it; none of them outlives whoever started it.
+"""Worker processes that run case after case and tell what becomes of each; none outlives whoever started it.
 
 Decides how workers are started, heard and ended; which case is next is the sweep's business, how a case trains the
 suite's. Used by `jobs`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -31,26 +32,32 @@ Told = Message | SuiteRun | OutriderError
 """What a worker says: an epoch that ended, and last the run or the reason why there is none."""
 _EXIT_INTERRUPTED = 130
 _EXIT_S = 10.0
-"""For a worker that has told its last."""
+"""For a worker that said nothing more to be gone."""
 _END_S = 60.0
 """For a worker to end its ranks and close its record; after that it is killed, and its ranks end by themselves."""
 
 
+Task = tuple[Planned, Path]
+"""A case and where its run goes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
-    planned: Planned
-    folder: Path
     process: SpawnProcess
     connection: Connection
 
 
 class Workers:
-    """Those under way; leaving the `with` block ends them."""
+    """As many as were ever busy at the same time; leaving the `with` block ends them.
+
+    A worker is used again: it has imported all that a case needs, and so has its nursery of ranks.
+    """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables` are added to the environment of every worker, and so of its ranks."""
         self._variables = dict(variables)
-        self._busy: dict[Connection, _Worker] = {}
+        self._busy: dict[_Worker, Task] = {}
+        self._idle: list[_Worker] = []
 
     def __enter__(self) -> Self:
         return self
@@ -58,15 +65,16 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        workers = (*self._busy, *self._idle)
         # By this a worker knows that it is to end; all of them first, so that they do it at the same time.
-        for connection in self._busy:
-            connection.close()
+        for worker in workers:
+            worker.connection.close()
         deadline_s = time.monotonic() + _END_S
         try:
-            for worker in self._busy.values():
+            for worker in workers:
                 worker.process.join(max(0.0, deadline_s - time.monotonic()))
         finally:
-            for worker in self._busy.values():
+            for worker in workers:
                 _end(worker.process)
 
     @property
@@ -74,32 +82,37 @@ class Workers:
         return len(self._busy)
 
     def start(self, planned: Planned, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there, planned, folder, self._variables))
-        with there, _interrupts_held():
-            process.start()
-        self._busy[here] = _Worker(planned=planned, folder=folder, process=process, connection=here)
+        worker = self._idle.pop() if self._idle else self._new()
+        self._busy[worker] = (planned, folder)
+        # Where it is gone, that is heard of.
+        with suppress(OSError):
+            worker.connection.send((planned, folder))
 
     def hear(self) -> Iterator[tuple[Case, Told]]:
-        """Wait until somebody tells something. A worker that has told its last is no longer busy."""
-        for connection in wait(list(self._busy)):
-            assert isinstance(connection, Connection)
-            worker = self._busy[connection]
-            told = _received(worker)
-            if not isinstance(told, Message):
-                del self._busy[connection]
-                _dismiss(worker)
-            yield worker.planned.case, told
+        """Wait until somebody tells something. A worker that has told how its case ended is no longer busy."""
+        ready = wait([worker.connection for worker in self._busy])
+        for worker in [worker for worker in self._busy if worker.connection in ready]:
+            planned, folder = self._busy[worker]
+            try:
+                told: Told = worker.connection.recv()
+            except (EOFError, OSError):
+                told = _died(worker)
+                keep_failure(folder, planned, told)
+                del self._busy[worker]
+                _bury(worker)
+            else:
+                if not isinstance(told, Message):
+                    del self._busy[worker]
+                    self._idle.append(worker)
+            yield planned.case, told
 
-
-def _received(worker: _Worker) -> Told:
-    try:
-        told: Told = worker.connection.recv()
-    except (EOFError, OSError):
-        told = _died(worker)
-        keep_failure(worker.folder, worker.planned, told)
-    return told
+    def _new(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=_work, args=(there, self._variables))
+        with there, _interrupts_held():
+            process.start()
+        return _Worker(process=process, connection=here)
 
 
 def _died(worker: _Worker) -> OutriderError:
@@ -111,9 +124,7 @@ def _died(worker: _Worker) -> OutriderError:
     )
 
 
-def _dismiss(worker: _Worker) -> None:
-    """Let a worker that has told its last end by itself: closing its connection before would interrupt it."""
-    worker.process.join(_EXIT_S)
+def _bury(worker: _Worker) -> None:
     worker.connection.close()
     _end(worker.process)
 
@@ -138,23 +149,28 @@ def _interrupts_held() -> Iterator[None]:
 # In the worker
 
 
-def _work(connection: Connection, planned: Planned, folder: Path, variables: Mapping[str, str]) -> None:
+def _work(connection: Connection, variables: Mapping[str, str]) -> None:
     # Ctrl-C in the terminal must reach the starter alone, which ends its workers in order.
     os.setsid()
     os.environ.update(variables)
+    tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
     try:
-        threading.Thread(target=_end_with_starter, args=(connection,), daemon=True).start()
+        threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _tell(connection, _outcome(connection, planned, folder))
+        while True:
+            _tell(connection, _outcome(connection, *tasks.get()))
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
 
 
-def _end_with_starter(connection: Connection) -> None:
-    """The starter says nothing: what comes is the end of the connection, by its will or with its life."""
-    with suppress(EOFError, OSError):
-        connection.recv()
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+def _listen(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
+    """Take in tasks until the starter ends the connection, by its will or with its life."""
+    try:
+        with suppress(EOFError, OSError):
+            while True:
+                tasks.put(connection.recv())
+    finally:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _outcome(connection: Connection, planned: Planned, folder: Path) -> Told:
