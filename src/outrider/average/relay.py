@@ -1,4 +1,4 @@
-"""Brings what one rank holds to all others as it is: parameters and buffers, facts, and bytes that mean nothing here.
+"""Brings what one rank holds to all others as it is: parameters and buffers, facts, and tensors that mean nothing here.
 
 Does not average, and does not know why one rank's word counts. Called at the start of a run, by hand from `wrap()`,
 and where one rank worked alone.
@@ -7,10 +7,11 @@ and where one rank worked alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from outrider.average.arena import Arena
 from outrider.average.collective import Collective, RankCollective
@@ -31,7 +32,8 @@ class Relayed:
     """What every rank has afterwards."""
 
     facts: tuple[tuple[float, ...], ...]
-    cargo: bytes
+    manifest: bytes
+    tensors: Sequence[Tensor]
     ms: float
     """What it took once all ranks were there."""
 
@@ -49,18 +51,53 @@ class Relay:
         """Every rank gets the parameters and buffers of one."""
         broadcast_arena(self._arena, self._collective, device=self._device, source=source)
 
-    def everything(self, source: int, *, facts: Sequence[float], cargo: bytes) -> Relayed:
-        """Parameters, buffers and cargo of one rank, and the facts of all; whose cargo does not count passes none."""
-        *rows, sizes = zip(*self._gathered([*facts, float(len(cargo))]), strict=True)
+    def everything(
+        self, source: int, *, facts: Sequence[float], manifest: bytes, places: Callable[[bytes], Sequence[Tensor]]
+    ) -> Relayed:
+        """Parameters, buffers and more of one rank, and the facts of all.
+
+        The source's `manifest` tells the others what more there is; `places` makes the tensors that hold it out of the
+        manifest: full ones on the source, and on the others such that are written into.
+        """
+        *rows, sizes = zip(*self._gathered([*facts, float(len(manifest))]), strict=True)
         started_s = time.perf_counter()
         self.arena(source)
-        own = bytearray(cargo) if self._collective.rank == source else bytearray(round(sizes[source]))
-        travelling = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
+        manifest = self._bytes(manifest, source, size=round(sizes[source]))
+        tensors = places(manifest)
+        self._tensors(tensors, source)
+        ms = (time.perf_counter() - started_s) * 1e3
+        return Relayed(facts=tuple(zip(*rows, strict=True)), manifest=manifest, tensors=tensors, ms=ms)
+
+    def _bytes(self, own: bytes, source: int, *, size: int) -> bytes:
+        is_source = self._collective.rank == source
+        travelling = torch.frombuffer(bytearray(own) if is_source else bytearray(size), dtype=torch.uint8)
+        travelling = travelling.to(self._device)
         self._collective.broadcast_([travelling], source)
         self._collective.finish(self._timeout_s)
-        received = travelling.cpu().numpy().tobytes()
-        ms = (time.perf_counter() - started_s) * 1e3
-        return Relayed(facts=tuple(zip(*rows, strict=True)), cargo=received, ms=ms)
+        return travelling.cpu().numpy().tobytes()
+
+    @torch.no_grad()
+    def _tensors(self, tensors: Sequence[Tensor], source: int) -> None:
+        """All of one dtype travel as one, since there may be hundreds; as bytes, which every transport takes."""
+        is_source = self._collective.rank == source
+        groups = [
+            [tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()]
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
+        ]
+        flats = [self._flat(group, is_full=is_source) for group in groups if group]
+        self._collective.broadcast_([flat.view(torch.uint8) for flat in flats], source)
+        self._collective.finish(self._timeout_s)
+        if is_source:
+            return
+        for group, flat in zip([group for group in groups if group], flats, strict=True):
+            for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def _flat(self, group: Sequence[Tensor], *, is_full: bool) -> Tensor:
+        if is_full:
+            return torch.cat([tensor.reshape(-1).to(self._device) for tensor in group])
+        num_elements = sum(tensor.numel() for tensor in group)
+        return torch.empty(num_elements, dtype=group[0].dtype, device=self._device)
 
     def _gathered(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row; float64 has room for numbers of bytes and of samples."""

@@ -7,6 +7,8 @@ worked alone.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,46 +17,107 @@ from torch import Tensor
 from outrider.replica.rates import OptimizerForm
 from outrider.replica.replica import Replica
 
+State = dict[int, dict[str, Any]]
+"""An optimizer's state, by the number of the parameter."""
 
-def pack(replica: Replica) -> bytes:
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What one replica hands to another: a manifest, and the tensors that it speaks of, in its order."""
+
+    manifest: bytes
+    tensors: Sequence[Tensor]
+
+
+def pack(replica: Replica) -> Cargo:
     """Everything that its steps changed beside parameters, buffers and the schedule, which follows the samples."""
+    state: State = replica.optimizer.state_dict()["state"]
+    # In the manifest tensors have shapes but no numbers: those need not go through a file.
+    hollow = _changed(state, lambda tensor: tensor.to("meta"))
     buffer = io.BytesIO()
-    torch.save({"optimizer": replica.optimizer.state_dict()["state"], "steps": replica.steps}, buffer)
-    return buffer.getvalue()
+    torch.save({"optimizer": hollow, "steps": replica.steps}, buffer)
+    return Cargo(buffer.getvalue(), list(_tensors(state)))
+
+
+def places(replica: Replica, manifest: bytes) -> list[Tensor]:
+    """Where the tensors of a manifest belong: in what is there, or in new ones where the replica has another state."""
+    told: State = _opened(manifest)["optimizer"]
+    if _has_place(replica.optimizer, told):
+        return [own[key] for own, entry in _pairs(replica.optimizer, told) for key in _tensor_keys(entry)]
+    return [torch.empty_like(tensor, device="cpu") for tensor in _tensors(told)]
 
 
 @torch.no_grad()
-def take_over(replica: Replica, cargo: bytes, *, at: int) -> None:
+def take_over(replica: Replica, cargo: Cargo, *, at: int) -> None:
     """Go on as if this replica had taken those steps; `at` is the samples that the world had consumed at the last."""
-    told = torch.load(io.BytesIO(cargo), map_location="cpu", weights_only=True)
-    if not _write(replica.optimizer, told["optimizer"]):
-        _replace(replica, told["optimizer"])
+    told = _opened(cargo.manifest)
+    state: State = told["optimizer"]
+    for (entry, key), tensor in zip(_slots(state), cargo.tensors, strict=True):
+        entry[key] = tensor
+    if _has_place(replica.optimizer, state):
+        _write(replica.optimizer, state)
+    else:
+        _replace(replica, state)
     replica.follow_schedule(at)
     replica.steps = told["steps"]
 
 
-def _write(optimizer: torch.optim.Optimizer, told: dict[int, dict[str, Any]]) -> bool:
-    """In place; whether all of it had a place already."""
+def _opened(manifest: bytes) -> dict[str, Any]:
+    opened: dict[str, Any] = torch.load(io.BytesIO(manifest), weights_only=True)
+    return opened
+
+
+def _changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
+    return {
+        number: {key: change(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+        for number, entry in state.items()
+    }
+
+
+def _tensor_keys(entry: dict[str, Any]) -> list[str]:
+    return [key for key, value in entry.items() if isinstance(value, Tensor)]
+
+
+def _slots(state: State) -> Iterator[tuple[dict[str, Any], str]]:
+    for entry in state.values():
+        for key in _tensor_keys(entry):
+            yield entry, key
+
+
+def _tensors(state: State) -> Iterator[Tensor]:
+    for entry, key in _slots(state):
+        yield entry[key]
+
+
+def _pairs(optimizer: torch.optim.Optimizer, told: State) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the optimizer has for a parameter, and what it is told."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    pairs = [(optimizer.state.get(parameters[number], {}), entry) for number, entry in told.items()]
-    if any(_shape(own) != _shape(entry) for own, entry in pairs):
-        return False
-    for own, entry in pairs:
+    return [(optimizer.state.get(parameters[number], {}), entry) for number, entry in told.items()]
+
+
+def _has_place(optimizer: torch.optim.Optimizer, told: State) -> bool:
+    return all(_shape(own) == _shape(entry) for own, entry in _pairs(optimizer, told))
+
+
+def _write(optimizer: torch.optim.Optimizer, told: State) -> None:
+    """In place; what arrived there already stays."""
+    for own, entry in _pairs(optimizer, told):
         for key, value in entry.items():
-            if isinstance(value, Tensor):
-                own[key].copy_(value)
-            else:
+            if not isinstance(value, Tensor):
                 own[key] = value
-    return True
+            elif own[key] is not value:
+                own[key].copy_(value)
 
 
 def _shape(state: dict[str, Any]) -> dict[str, Any]:
     return {key: (value.shape, value.dtype) if isinstance(value, Tensor) else None for key, value in state.items()}
 
 
-def _replace(replica: Replica, told: dict[int, dict[str, Any]]) -> None:
+def _replace(replica: Replica, told: State) -> None:
     optimizer = replica.optimizer
     form = OptimizerForm(optimizer)
-    optimizer.load_state_dict({"state": told, "param_groups": optimizer.state_dict()["param_groups"]})
+    # Loading may keep a tensor as it is, and this one may be another replica's.
+    own = _changed(told, Tensor.clone)
+    optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
     form.restore()
     replica.forget_captures()

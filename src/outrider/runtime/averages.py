@@ -200,12 +200,17 @@ class GroupAverages:
         replica = self._replica
         assert isinstance(replica, Replica), "in a user's loop nobody rests"
         is_source = replica.rank == source
-        cargo = handover.pack(replica) if is_source else b""
+        own = handover.pack(replica) if is_source else handover.Cargo(b"", ())
         # Who rests does so on the host: its device has nothing to wait for.
         self._await_others()
-        relayed = self._relay.everything(source, facts=[samples, *facts], cargo=cargo)
+        relayed = self._relay.everything(
+            source,
+            facts=[samples, *facts],
+            manifest=own.manifest,
+            places=lambda manifest: own.tensors if is_source else handover.places(replica, manifest),
+        )
         if not is_source:
-            handover.take_over(replica, relayed.cargo, at=at)
+            handover.take_over(replica, handover.Cargo(relayed.manifest, relayed.tensors), at=at)
         return Settled(
             facts=tuple(row[1:] for row in relayed.facts),
             total_samples=round(sum(row[0] for row in relayed.facts)),

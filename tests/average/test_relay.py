@@ -1,0 +1,96 @@
+"""What one rank holds, brought to others: two ranks as threads that meet in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outrider.average.arena import Arena
+from outrider.average.relay import Relay, Relayed
+
+CPU = torch.device("cpu")
+SOURCE = 1
+
+
+class Table:
+    """Where two ranks lay down what they have."""
+
+    def __init__(self) -> None:
+        self.laid: dict[int, list[Tensor]] = {}
+        self.barrier = threading.Barrier(2, timeout=20)
+
+
+class TableCollective:
+    transport = "table"
+    world_size = 2
+
+    def __init__(self, rank: int, table: Table) -> None:
+        self.rank = rank
+        self._table = table
+
+    def _meet(self, tensors: Sequence[Tensor], change: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
+        self._table.laid[self.rank] = [tensor.clone() for tensor in tensors]
+        self._table.barrier.wait()
+        for number, tensor in enumerate(tensors):
+            change(tensor, [self._table.laid[rank][number] for rank in range(2)])
+        self._table.barrier.wait()
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        self._meet(tensors, lambda own, laid: own.copy_(laid[0] + laid[1]))
+
+    def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        self._meet(tensors, lambda own, laid: own.copy_(laid[source]))
+
+    def finish(self, timeout_s: float) -> None: ...
+
+
+def relayed(manifest: bytes, places: Callable[[int, bytes], Sequence[Tensor]]) -> list[Relayed]:
+    """By both ranks at the same time."""
+    table = Table()
+
+    def relay(rank: int) -> Relayed:
+        model = nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        relay = Relay(Arena(model), TableCollective(rank, table), device=CPU, timeout_s=10.0)  # type: ignore[arg-type]
+        own = manifest if rank == SOURCE else b""
+        outcome = relay.everything(SOURCE, facts=[10.0 + rank], manifest=own, places=lambda told: places(rank, told))
+        assert torch.equal(model.weight, torch.full((1, 2), float(SOURCE)))
+        return outcome
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(relay, range(2)))
+
+
+def test_facts_of_all_and_the_manifest_of_one_reach_everybody() -> None:
+    for outcome in relayed(b"two spoons", lambda rank, told: []):
+        assert outcome.facts == ((10.0,), (11.0,))
+        assert outcome.manifest == b"two spoons"
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0)],
+        [torch.arange(5), torch.tensor([True, False, True]), torch.tensor(0.5, dtype=torch.bfloat16)],
+        [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(0)],
+        [torch.tensor([1 + 2j]), torch.randn(3, dtype=torch.float64)],
+        [],
+    ],
+    ids=["floats", "kinds", "formats", "wide", "none"],
+)
+def test_tensors_arrive_where_they_belong(full: list[Tensor]) -> None:
+    own = [torch.zeros_like(tensor) for tensor in full]
+    outcomes = relayed(b"all", lambda rank, told: full if rank == SOURCE else own)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(own, full, strict=True))
+    assert all(mine is place for mine, place in zip(outcomes[1 - SOURCE].tensors, own, strict=True))
+
+
+def test_places_are_made_from_the_manifest() -> None:
+    outcomes = relayed(b"3", lambda rank, told: [torch.ones(3)] if rank == SOURCE else [torch.zeros(int(told))])
+    assert outcomes[1 - SOURCE].tensors[0].tolist() == [1.0, 1.0, 1.0]
