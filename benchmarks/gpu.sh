@@ -4,12 +4,12 @@
 #   bash benchmarks/gpu.sh STAGE DATA [OUTPUT]     STAGE: timing, accuracy, others, text, iteration, scaling
 #
 # DATA is the folder with cifar-10, mnist and shakespeare. Two slices of one GPU stand for a mismatched pair: the shares
-# in PAIR give solo speeds of about 2.5 to 1 on an H200. OUTRIDER is the command, where it is not installed.
+# in PAIR give solo speeds of about 2.2 to 1 on an H200. OUTRIDER is the command, where it is not installed.
 set -euo pipefail
 
 stage=${1:?which stage} data=${2:?where the data lies} output=${3:-runs/gpu}
 read -ra outrider <<<"${OUTRIDER:-outrider}"
-pair=${PAIR:-cuda:0%80,cuda:0%16}
+pair=${PAIR:-cuda:0%30,cuda:0%10}
 equal=cuda:0%50,cuda:0%50
 ours=nccl-sync,nccl-balanced,nccl-cadence,nccl-async,cpu-sync,cpu-balanced,cpu-cadence,cpu-async
 unhurried=nccl-balanced,nccl-cadence,nccl-async,cpu-balanced,cpu-cadence,cpu-async
