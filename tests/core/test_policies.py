@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.clockwork import Clockwork, Costs
-from outrider.core.effects import Batch, Collect, Effect, Expect, Lease, Report, Seat, SharedStep, Step
+from outrider.core.effects import Batch, Collect, Effect, Expect, Lease, Merge, Report, Seat, SharedStep, Step
 from outrider.core.ledger import Ledger
 from outrider.core.planner import Planner, PlannerConfig
 from outrider.core.policies import POLICIES, open_policy
@@ -27,11 +27,13 @@ class Watch:
         self.expected: dict[int, list[Batch]] = {}
         self.positions: dict[int, list[int]] = {}
         self.reports: list[Report] = []
+        self.merges = 0
 
     def effect(self, rank: int, now: float, effect: Effect) -> None:
         if isinstance(effect, (Step, SharedStep)):
             self.batches.append((rank, effect.batch))
             self.positions.setdefault(rank, []).append(effect.at)
+        self.merges += isinstance(effect, Merge)
         if isinstance(effect, Expect):
             self.expected.setdefault(rank, []).extend(effect.batches)
 
@@ -131,6 +133,15 @@ def test_where_averages_are_dear_balanced_lets_the_fast_rank_work_alone() -> Non
     assert watch.uses() == Counter(range(40_009))
     assert {rank for rank, _ in watch.batches[-2000:]} == {0}
     assert engine.clocks[1].wait_ms > 0.5 * engine.clocks[1].now_ms
+
+
+@pytest.mark.parametrize(("average_ms", "merges"), [(50.0, 0), (0.01, 2)])
+def test_what_was_handed_over_need_not_be_merged(average_ms: float, merges: int) -> None:
+    """With dear averages a segment ends with one rank alone, with cheap ones all share to its end."""
+    watch, _ = drive(
+        "balanced", num_samples=40_009, batch_size=16, step_ms=steady([1.0, 2.0], 16), ranks=2, average_ms=average_ms
+    )
+    assert watch.merges == merges
 
 
 def test_a_stop_is_heard_while_one_rank_works_alone() -> None:

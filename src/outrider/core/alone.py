@@ -18,11 +18,13 @@ SHARED_STEPS = 16
 """As many are measured before they are judged."""
 # Fitted while others computed too, the time of a rank alone comes out too long: where it is close, it is tried.
 TRIED_BELOW = 1.15
-STRETCH_MS = 1000.0
-STRETCH_MIN, STRETCH_MAX = 16, 512
+STRETCH_MS = 2000.0
+STRETCH_MIN, STRETCH_MAX = 16, 1024
 # The other way is tried again now and then, at a cost of about this part of the time; a trial explores, then measures.
 TRIAL_STEPS = SHARED_STEPS + 8
 TRIAL_PART = 0.01
+# Every trial in a row that shows nothing new halves it, down to this.
+LEAST_TRIAL_PART = 0.001
 
 
 class Alone:
@@ -39,13 +41,14 @@ class Alone:
         self._left = 0
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
-        # What a trial of sharing has cost so far, beyond as many steps alone.
-        self._is_trial = False
-        self._lost_ms = 0.0
+        # A trial of sharing, and what its steps have taken so far: the first ones of all are one too.
+        self._is_trial = True
+        self._spent_ms, self._spent_steps = 0.0, 0
+        self._failed_trials = 0
 
     @property
     def stretch(self) -> int:
-        """Steps until the ranks meet again: few on trial, then about a second, so that a wish to stop is heard."""
+        """Steps until the ranks meet again: few on trial, then about two seconds, so that a wish to stop is heard."""
         return _stretch(self._expected_ms) if self._is_proven else STRETCH_MIN
 
     def forget(self) -> None:
@@ -55,7 +58,8 @@ class Alone:
     def spent(self, report: Report) -> None:
         """Take in what any shared step took, those included in which ranks explore or capture what is new to them."""
         if self._is_trial:
-            self._lost_ms += _step_ms(report) - self._expected_ms
+            self._spent_ms += _step_ms(report)
+            self._spent_steps += 1
 
     def shared(self, report: Report, costs: Sequence[Cost], total: int) -> str | None:
         """Take in a usual shared step, of `total` samples; the reason, where a rank goes on alone."""
@@ -67,13 +71,16 @@ class Alone:
         alone_ms = min(times_ms)
         if alone_ms >= TRIED_BELOW * self._shared:
             self._left = SHARED_STEPS
-            self._is_trial = False
+            self._is_trial, self._failed_trials = False, 0
             return None
         self.rank = times_ms.index(alone_ms)
         self.lasted = 0
         self._expected_ms = alone_ms
-        cost_ms = max(TRIAL_STEPS * self._shared, self._lost_ms if self._is_trial else 0.0)
-        self._left = round(cost_ms / max(alone_ms, 1e-6) / TRIAL_PART)
+        # The next trial will cost what this one did, beyond as many steps alone.
+        lost_ms = self._spent_ms - self._spent_steps * alone_ms if self._is_trial else 0.0
+        part = max(LEAST_TRIAL_PART, TRIAL_PART / 2**self._failed_trials)
+        self._left = round(max(TRIAL_STEPS * self._shared, lost_ms) / max(alone_ms, 1e-6) / part)
+        self._failed_trials += 1
         self._is_trial = self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
@@ -97,13 +104,15 @@ class Alone:
             if self._expected_ms > self._shared:
                 reason = f"rank {self.rank} alone takes {self._expected_ms:.2f} ms, a shared step {self._shared:.2f} ms"
                 self._left = round(TRIAL_STEPS / TRIAL_PART)
+                self._failed_trials = 0
                 self.rank = None
                 return reason
         if self._left > 0:
             return None
         self._left = 0
         self.rank = None
-        self._is_trial, self._lost_ms = True, 0.0
+        self._is_trial = True
+        self._spent_ms, self._spent_steps = 0.0, 0
         return "the other ranks have rested for long, and are tried again"
 
     @property
@@ -117,7 +126,8 @@ class Alone:
             "expected_ms": self._expected_ms,
             "left": self._left,
             "lasted": self.lasted,
-            "lost_ms": self._lost_ms if self._is_trial else None,
+            "spent": [self._spent_ms, self._spent_steps] if self._is_trial else None,
+            "failed_trials": self._failed_trials,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -127,8 +137,10 @@ class Alone:
         self._expected_ms = state["expected_ms"]
         self._left = state["left"]
         self.lasted = state.get("lasted", 0)
-        lost_ms = state.get("lost_ms")
-        self._is_trial, self._lost_ms = lost_ms is not None, lost_ms or 0.0
+        spent = state.get("spent")
+        self._is_trial = spent is not None
+        self._spent_ms, self._spent_steps = spent or (0.0, 0)
+        self._failed_trials = state.get("failed_trials", 0)
 
 
 def _step_ms(report: Report) -> float:

@@ -200,7 +200,8 @@ class Splitter:
         if self.lone is not None:
             # A step that was on its way when somebody went alone: what it was compared with stays.
             return []
-        self._alone.spent(report)
+        if self._may_rest:
+            self._alone.spent(report)
         if not _is_steady(report):
             # A rank met a shape that is new to it: what it takes then is no speed of anybody.
             return []

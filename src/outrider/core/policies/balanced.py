@@ -35,6 +35,7 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
     coming: deque[tuple[Batch, Batch]] = deque()
     wholes = span.batches(seat.batch_size)
     mine = 0
+    is_common = False
     while True:
         while splitter.lone is None and len(coming) < STEPS_AHEAD and (whole := next(wholes, None)) is not None:
             batch = splitter.next(whole.count).batch(seat.rank, whole.start)
@@ -44,11 +45,13 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
             whole, batch = coming.popleft()
             report: Report = yield SharedStep(batch, at=whole.start)
             mine += batch.count
+            is_common = False
             decisions = splitter.learn(report)
         elif splitter.lone is not None and (stretch := tuple(islice(wholes, splitter.stretch))):
             samples = sum(batch.count for batch in stretch) if seat.rank == splitter.lone else 0
             report = yield from _alone(splitter.lone, stretch, samples=samples)
             mine += samples
+            is_common = True
             decisions = splitter.learn_alone(report)
         else:
             break
@@ -56,7 +59,9 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
             yield Note(decision)
         if report.wants_stop:
             break
-    yield Merge(samples=mine)
+    # Who was handed everything has nothing of its own to bring together.
+    if not is_common:
+        yield Merge(samples=mine)
 
 
 def _alone(lone: int, stretch: tuple[Batch, ...], *, samples: int) -> Generator[Effect, Report, Report]:
