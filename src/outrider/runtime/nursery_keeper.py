@@ -12,12 +12,13 @@ import os
 import select
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.runtime import child
-from outrider.runtime.nursery import HEADER_BYTES
+from outrider.runtime.nursery import HEADER_BYTES, Nest
 
 IDLE_S = 60.0
 """Without ranks for so long it goes; the next ranks get another one."""
@@ -26,15 +27,9 @@ _NUM_DESCRIPTORS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """A rank to be forked: where its start file is, and what it holds in place of what is open here."""
+    """A rank to be forked, and where its number and its end are told."""
 
-    start_path: str
-    folder: str
-    environment: dict[str, str]
-    messages_fd: int
-    control_fd: int
-    stdout_fd: int
-    stderr_fd: int
+    nest: Nest
     tells_fd: int
 
 
@@ -90,18 +85,29 @@ def _serve(starter: socket.socket) -> _Order | None:
                 poller.unregister(starter)
                 is_open = False
             elif (pid := os.fork()) == 0:
-                for other, rank in ranks.items():
-                    os.close(other)
-                    os.close(rank.tells_fd)
+                _leave(ranks)
                 return order
             else:
-                pid_fd = os.pidfd_open(pid)
-                ranks[pid_fd] = _Rank(pid=pid, tells_fd=order.tells_fd)
-                poller.register(pid_fd, select.POLLIN)
-                _tell(order.tells_fd, pid)
-                for held in (order.messages_fd, order.control_fd, order.stdout_fd, order.stderr_fd):
-                    os.close(held)
+                watched = os.pidfd_open(pid)
+                poller.register(watched, select.POLLIN)
+                ranks[watched] = _Rank(pid=pid, tells_fd=order.tells_fd)
+                _let_go(order, pid)
     return None
+
+
+def _leave(ranks: Mapping[int, _Rank]) -> None:
+    """In a new rank: what the nursery holds of the others is none of its business."""
+    for watched, rank in ranks.items():
+        os.close(watched)
+        os.close(rank.tells_fd)
+
+
+def _let_go(order: _Order, pid: int) -> None:
+    """In the nursery: what the rank was given is the rank's alone."""
+    _tell(order.tells_fd, pid)
+    nest = order.nest
+    for held in (nest.messages_fd, nest.control_fd, nest.stdout_fd, nest.stderr_fd):
+        os.close(held)
 
 
 def _bury(rank: _Rank) -> None:
@@ -130,16 +136,16 @@ def _receive(starter: socket.socket) -> _Order | None:
         body += chunk
     start_path, folder, environment = json.loads(body)
     messages_fd, control_fd, stdout_fd, stderr_fd, tells_fd = descriptors
-    return _Order(
+    nest = Nest(
         start_path=start_path,
-        folder=folder,
         environment=environment,
+        folder=folder,
         messages_fd=messages_fd,
         control_fd=control_fd,
         stdout_fd=stdout_fd,
         stderr_fd=stderr_fd,
-        tells_fd=tells_fd,
     )
+    return _Order(nest=nest, tells_fd=tells_fd)
 
 
 # In a rank
@@ -147,17 +153,18 @@ def _receive(starter: socket.socket) -> _Order | None:
 
 def _begin(order: _Order) -> dict[str, Any]:
     """Take on all that a fresh process would have been given; returns what is in the start file."""
+    nest = order.nest
     os.setsid()
     os.close(order.tells_fd)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    for given, usual in ((order.stdout_fd, 1), (order.stderr_fd, 2)):
+    for given, usual in ((nest.stdout_fd, 1), (nest.stderr_fd, 2)):
         os.dup2(given, usual)
         os.close(given)
     os.environ.clear()
-    os.environ.update(order.environment)
-    os.chdir(order.folder)
-    start: dict[str, Any] = json.loads(Path(order.start_path).read_text())
+    os.environ.update(nest.environment)
+    os.chdir(nest.folder)
+    start: dict[str, Any] = json.loads(Path(nest.start_path).read_text())
     sys.path[:] = start["path"] + [entry for entry in sys.path if entry and entry not in start["path"]]
     sys.argv[:] = start["argv"]
     importlib.invalidate_caches()
@@ -165,4 +172,4 @@ def _begin(order: _Order) -> dict[str, Any]:
         # Python's own generator has a new seed after a fork, this one has that of its parent.
         sys.modules["numpy"].random.seed()
     # The nursery lives as long as the ranks it has, or dies with the starter.
-    return start | {"messages_fd": order.messages_fd, "control_fd": order.control_fd, "dies_with_starter": True}
+    return start | {"messages_fd": nest.messages_fd, "control_fd": nest.control_fd, "dies_with_starter": True}
