@@ -15,6 +15,7 @@ from outrider.errors import ConfigError
 from outrider.timeline import page
 from outrider.timeline.document import Timeline, load_timeline
 from outrider.timeline.export_html import write_html
+from outrider.timeline.lanes import lanes_figure, parted
 from outrider.timeline.spans import Span
 from outrider.timeline.thinning import as_bars, thin_series
 
@@ -101,6 +102,14 @@ def test_what_was_not_sampled_is_said(timeline: Timeline, run_folder: Path) -> N
     assert "Nothing was sampled in this run" in write_html(unsampled, run_folder).read_text()
 
 
+def test_slices_are_told_that_the_utilization_is_not_theirs_alone(timeline: Timeline) -> None:
+    events = [event | {"device": "cuda:0%30"} if event["kind"] == "ready" else event for event in timeline.events]
+    sliced = Timeline(name="run", events=events, record=timeline.record, utilization=timeline.utilization)
+    titles = [note["text"] for note in lanes_figure(sliced)["layout"]["annotations"]]
+    assert all("utilization of the whole GPU" in title for title in titles)
+    assert not any("GPU" in note["text"] for note in lanes_figure(timeline)["layout"]["annotations"])
+
+
 # Down-sampling
 
 
@@ -114,6 +123,19 @@ def test_bars_keep_every_second_of_their_spans(tmp_path: Path) -> None:
     bars = as_bars(spans, limit=500)
     assert len(bars) <= 501
     assert sum(bar.seconds for bar in bars) == pytest.approx(sum(span.seconds for span in spans))
+
+
+def test_averages_of_shared_steps_are_drawn_after_the_compute_of_their_window() -> None:
+    facts = {"batches": 4, "compute_ms": 300.0, "average_ms": 700.0}
+    window = Span(rank=0, lane="compute", name="window", start_s=1.0, end_s=2.0, facts=facts)
+    compute, averages = parted(window)
+    assert (compute.lane, compute.start_s, compute.end_s) == ("compute", 1.0, pytest.approx(1.3))
+    assert (averages.lane, averages.start_s, averages.end_s) == ("average", pytest.approx(1.3), 2.0)
+
+
+def test_a_window_without_averages_of_its_own_is_drawn_whole() -> None:
+    window = Span(rank=0, lane="compute", name="window", start_s=1.0, end_s=2.0, facts={"batches": 4})
+    assert list(parted(window)) == [window]
 
 
 def test_few_spans_are_drawn_one_by_one() -> None:

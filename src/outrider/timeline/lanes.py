@@ -6,6 +6,7 @@ Decides where lanes lie and what hovering says; called by the timeline's page.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.timeline.document import Timeline
@@ -33,7 +34,7 @@ def lanes_figure(timeline: Timeline) -> Figure:
     ranks = list(timeline.devices)
     world = _world_traces(timeline, f"y{2 * len(ranks) + 1}")
     places = _Places(len(ranks), has_world=bool(world))
-    all_spans = timeline.spans + _gap_spans(timeline)
+    all_spans = [part for span in timeline.spans for part in parted(span)] + _gap_spans(timeline)
     traces: list[Trace] = []
     for position, rank in enumerate(ranks):
         traces += _rank_traces(timeline, [span for span in all_spans if span.rank == rank], rank, position, len(ranks))
@@ -108,10 +109,16 @@ def _y(number: int) -> str:
 def _title(timeline: Timeline, rank: int, top: float) -> dict[str, Any]:
     text = f"<b>rank {rank}</b> · {timeline.devices[rank]}"
     if not timeline.percents(rank)[0]:
-        text += f'  <span style="color:{QUIET}">utilization was not sampled</span>'
+        text += _quiet("utilization was not sampled")
+    elif "%" in timeline.devices[rank]:
+        text += _quiet("utilization of the whole GPU")
     font = {"size": 13, "color": rank_colour(rank)}
     where = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "top"}
     return {"text": text, "showarrow": False, "font": font, **where}
+
+
+def _quiet(text: str) -> str:
+    return f'  <span style="color:{QUIET}">{text}</span>'
 
 
 def _epoch_lines(timeline: Timeline) -> list[dict[str, Any]]:
@@ -123,6 +130,15 @@ def _epoch_lines(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 # Ranks
+
+
+def parted(span: Span) -> Iterator[Span]:
+    """As it is drawn: of a window of shared steps first all compute, then all averages, waits in them included."""
+    average_s = span.facts.get("average_ms", 0.0) / 1e3 if span.name == "window" else 0.0
+    middle_s = max(span.start_s, span.end_s - average_s)
+    yield replace(span, end_s=middle_s)
+    if average_s:
+        yield replace(span, lane=AVERAGE, name="averages of shared steps", start_s=middle_s, facts={})
 
 
 def _rank_traces(timeline: Timeline, mine: Sequence[Span], rank: int, position: int, num_ranks: int) -> Iterator[Trace]:
