@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.core.alone import SHARED_STEPS, STRETCH_MAX, STRETCH_MIN, TRIAL_PART, TRIAL_STEPS, Alone
+from outrider.core.alone import LEAST_TRIAL_PART, SHARED_STEPS, STRETCH_MAX, STRETCH_MIN, TRIAL_PART, TRIAL_STEPS, Alone
 from outrider.core.effects import RankFacts, Report
 from outrider.core.simulate import Network, Scenario, Speed, simulate
 from outrider.core.split import Splitter
@@ -197,6 +197,15 @@ def test_trials_in_a_row_that_show_nothing_new_become_rarer() -> None:
         while alone.rank is None:
             alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
     assert rests == pytest.approx([rests[0] * factor for factor in (1, 2, 4, 8, 10, 10)], rel=0.01)
+
+
+def test_trials_go_on_in_the_longest_of_runs() -> None:
+    alone = going_alone(shared_ms=2.0)
+    for _ in range(1_100):
+        alone.alone(stretch(ms=1.0, batches=1_000_000))
+        while alone.rank is None:
+            alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    assert alone.state()["trial_part"] == LEAST_TRIAL_PART
 
 
 def test_where_sharing_has_won_the_next_rest_is_tried_again_soon() -> None:

@@ -80,16 +80,15 @@ class Relay:
     def _tensors(self, tensors: Sequence[Tensor], source: int) -> None:
         """All of one dtype travel as one, since there may be hundreds; as bytes, which every transport takes."""
         is_source = self._collective.rank == source
-        groups = [
-            [tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()]
-            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
-        ]
-        flats = [self._flat(group, is_full=is_source) for group in groups if group]
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        dtypes = dict.fromkeys(tensor.dtype for tensor in filled)
+        groups = [[tensor for tensor in filled if tensor.dtype == dtype] for dtype in dtypes]
+        flats = [self._flat(group, is_full=is_source) for group in groups]
         self._collective.broadcast_([flat.view(torch.uint8) for flat in flats], source)
         self._collective.finish(self._timeout_s)
         if is_source:
             return
-        for group, flat in zip([group for group in groups if group], flats, strict=True):
+        for group, flat in zip(groups, flats, strict=True):
             for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 

@@ -44,7 +44,7 @@ class Alone:
         # A trial of sharing, and what its steps have taken so far: the first ones of all are one too.
         self._is_trial = True
         self._spent_ms, self._spent_steps = 0.0, 0
-        self._failed_trials = 0
+        self._trial_part = TRIAL_PART
 
     @property
     def stretch(self) -> int:
@@ -71,16 +71,15 @@ class Alone:
         alone_ms = min(times_ms)
         if alone_ms >= TRIED_BELOW * self._shared:
             self._left = SHARED_STEPS
-            self._is_trial, self._failed_trials = False, 0
+            self._is_trial, self._trial_part = False, TRIAL_PART
             return None
         self.rank = times_ms.index(alone_ms)
         self.lasted = 0
         self._expected_ms = alone_ms
         # The next trial will cost what this one did, beyond as many steps alone.
         lost_ms = self._spent_ms - self._spent_steps * alone_ms if self._is_trial else 0.0
-        part = max(LEAST_TRIAL_PART, TRIAL_PART / 2**self._failed_trials)
-        self._left = round(max(TRIAL_STEPS * self._shared, lost_ms) / max(alone_ms, 1e-6) / part)
-        self._failed_trials += 1
+        self._left = round(max(TRIAL_STEPS * self._shared, lost_ms) / max(alone_ms, 1e-6) / self._trial_part)
+        self._trial_part = max(LEAST_TRIAL_PART, self._trial_part / 2)
         self._is_trial = self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
@@ -104,7 +103,7 @@ class Alone:
             if self._expected_ms > self._shared:
                 reason = f"rank {self.rank} alone takes {self._expected_ms:.2f} ms, a shared step {self._shared:.2f} ms"
                 self._left = round(TRIAL_STEPS / TRIAL_PART)
-                self._failed_trials = 0
+                self._trial_part = TRIAL_PART
                 self.rank = None
                 return reason
         if self._left > 0:
@@ -127,7 +126,7 @@ class Alone:
             "left": self._left,
             "lasted": self.lasted,
             "spent": [self._spent_ms, self._spent_steps] if self._is_trial else None,
-            "failed_trials": self._failed_trials,
+            "trial_part": self._trial_part,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -140,7 +139,7 @@ class Alone:
         spent = state.get("spent")
         self._is_trial = spent is not None
         self._spent_ms, self._spent_steps = spent or (0.0, 0)
-        self._failed_trials = state.get("failed_trials", 0)
+        self._trial_part = state.get("trial_part", TRIAL_PART)
 
 
 def _step_ms(report: Report) -> float:

@@ -64,6 +64,7 @@ def take_over(replica: Replica, cargo: Cargo, *, at: int) -> None:
 
 
 def _state(manifest: bytes) -> State:
+    """A copy, for whoever fills it in."""
     return _changed(_opened(manifest[_STEPS_BYTES:]), lambda tensor: tensor)
 
 

@@ -60,6 +60,7 @@ def launch(
     orders = _orders(
         devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir, num_threads=num_threads
     )
+    # First, since it imports while the rest is prepared.
     nursery = nursery_for(imports=imports, environment=_common_variables(environment or {}))
     orders = [replace(order, is_shown=order.rank == shown_rank) for order in orders]
     with ExitStack() as cleanup:
@@ -163,14 +164,18 @@ def _start(order: _Order, *, folder: Path, port: int, nursery: Nursery | None) -
         start = _start_file(order, folder=folder, messages_fd=rank_messages_fd, control_fd=rank_control_fd)
         start_path.write_text(json.dumps(start))
         log = None if order.is_shown else ends_of_rank.enter_context(_open_log(order.log_path))
-        birth = _Birth(
-            start_path=start_path,
-            variables=_common_variables(order.variables) | _environment(order, port=port).variables(),
-            log=log,
+        nest = Nest(
+            start_path=str(start_path),
+            environment=_common_variables(order.variables) | _environment(order, port=port).variables(),
+            folder=os.getcwd(),
             messages_fd=rank_messages_fd,
             control_fd=rank_control_fd,
+            stdout_fd=_STDOUT if log is None else log.fileno(),
+            stderr_fd=_STDERR if log is None else log.fileno(),
         )
-        process = _forked(order, birth, nursery) or _spawned(order, birth)
+        is_ours = order.interpreter == sys.executable
+        forked = nursery.fork(nest) if nursery is not None and is_ours else None
+        process = forked or _spawned(order, nest)
         on_failure.pop_all()
     return RankProcess(
         rank=order.rank,
@@ -216,44 +221,16 @@ def _open_log(path: Path) -> BinaryIO:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Birth:
-    """What the process of a rank is given, whichever way it comes about."""
-
-    start_path: Path
-    variables: Mapping[str, str]
-    log: BinaryIO | None
-    messages_fd: int
-    control_fd: int
-
-
-def _forked(order: _Order, birth: _Birth, nursery: Nursery | None) -> Process | None:
-    """From the nursery; None where there is none, for this interpreter, or it cannot."""
-    if nursery is None or order.interpreter != sys.executable:
-        return None
-    log = birth.log
-    return nursery.fork(
-        Nest(
-            start_path=str(birth.start_path),
-            environment=birth.variables,
-            folder=os.getcwd(),
-            messages_fd=birth.messages_fd,
-            control_fd=birth.control_fd,
-            stdout_fd=_STDOUT if log is None else log.fileno(),
-            stderr_fd=_STDERR if log is None else log.fileno(),
-        )
-    )
-
-
-def _spawned(order: _Order, birth: _Birth) -> Process:
+def _spawned(order: _Order, nest: Nest) -> Process:
     try:
         return subprocess.Popen(
-            [order.interpreter, "-c", BOOT, str(birth.start_path)],
+            [order.interpreter, "-c", BOOT, nest.start_path],
             stdin=subprocess.DEVNULL,
-            stdout=birth.log,
-            stderr=None if birth.log is None else subprocess.STDOUT,
-            env=dict(birth.variables),
-            pass_fds=(birth.messages_fd, birth.control_fd),
+            stdout=nest.stdout_fd,
+            stderr=nest.stderr_fd,
+            cwd=nest.folder,
+            env=dict(nest.environment),
+            pass_fds=(nest.messages_fd, nest.control_fd),
             # Ctrl-C in the terminal must reach the starter alone, which ends the ranks in order.
             start_new_session=True,
         )

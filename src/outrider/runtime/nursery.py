@@ -35,16 +35,16 @@ _PASSING = frozenset({"PYTEST_CURRENT_TEST"})
 # Carries the starter's sys.path over before anything of ours is imported, as for a rank.
 _BOOT = """\
 import json, sys
-order = json.loads(sys.argv[1])
-sys.path[:] = order["path"] + [entry for entry in sys.path if entry and entry not in order["path"]]
+start = json.loads(sys.argv[1])
+sys.path[:] = start["path"] + [entry for entry in sys.path if entry and entry not in start["path"]]
 from outrider.runtime.nursery_keeper import main
-main(order)
+main(start)
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nest:
-    """What one rank is born into, beside its start file."""
+    """What the process of a rank is given, forked or fresh."""
 
     start_path: str
     environment: Mapping[str, str]
@@ -66,7 +66,7 @@ class Nursery:
         """Its first rank was never born; the reason shows where a fresh process tries the same."""
         self._lock = threading.Lock()
         self._socket, keepers = socket.socketpair()
-        order = {
+        start = {
             "path": list(path),
             "imports": list(imports),
             "socket_fd": keepers.fileno(),
@@ -75,7 +75,7 @@ class Nursery:
         }
         with keepers:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(order)],
+                [sys.executable, "-c", _BOOT, json.dumps(start)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

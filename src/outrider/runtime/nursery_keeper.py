@@ -39,15 +39,15 @@ class _Rank:
     tells_fd: int
 
 
-def main(order: dict[str, Any]) -> None:
+def main(start: dict[str, Any]) -> None:
     """Serve the starter until it closes the connection; a rank that is born comes back from that too, to live."""
-    if order["dies_with_starter"]:
+    if start["dies_with_starter"]:
         child.die_with_parent()
-    for name in order["imports"]:
+    for name in start["imports"]:
         importlib.import_module(name)
     # Held by nobody: the starter's folder can be removed while this waits.
     os.chdir("/")
-    with socket.socket(fileno=order["socket_fd"]) as starter:
+    with socket.socket(fileno=start["socket_fd"]) as starter:
         born = _serve(starter) if _is_fit() else None
     if born is not None:
         child.main(_begin(born))
@@ -152,7 +152,7 @@ def _receive(starter: socket.socket) -> _Order | None:
 
 
 def _begin(order: _Order) -> dict[str, Any]:
-    """Take on all that a fresh process would have been given; returns what is in the start file."""
+    """Take on all that a fresh process would have been given, but for sys.path, by which nurseries are told apart."""
     nest = order.nest
     os.setsid()
     os.close(order.tells_fd)
@@ -165,7 +165,6 @@ def _begin(order: _Order) -> dict[str, Any]:
     os.environ.update(nest.environment)
     os.chdir(nest.folder)
     start: dict[str, Any] = json.loads(Path(nest.start_path).read_text())
-    sys.path[:] = start["path"] + [entry for entry in sys.path if entry and entry not in start["path"]]
     sys.argv[:] = start["argv"]
     importlib.invalidate_caches()
     if "numpy" in sys.modules:

@@ -37,7 +37,7 @@ _END_S = 60.0
 """For a worker to end its ranks and close its record; after that it is killed, and its ranks end by themselves."""
 
 
-Task = tuple[Planned, Path]
+Job = tuple[Planned, Path]
 """A case and where its run goes."""
 
 
@@ -56,7 +56,7 @@ class Workers:
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables` are added to the environment of every worker, and so of its ranks."""
         self._variables = dict(variables)
-        self._busy: dict[_Worker, Task] = {}
+        self._busy: dict[_Worker, Job] = {}
         self._idle: list[_Worker] = []
 
     def __enter__(self) -> Self:
@@ -153,22 +153,22 @@ def _work(connection: Connection, variables: Mapping[str, str]) -> None:
     # Ctrl-C in the terminal must reach the starter alone, which ends its workers in order.
     os.setsid()
     os.environ.update(variables)
-    tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     try:
-        threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
+        threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while True:
-            _tell(connection, _outcome(connection, *tasks.get()))
+            _tell(connection, _outcome(connection, *jobs.get()))
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
 
 
-def _listen(connection: Connection, tasks: queue.SimpleQueue[Task]) -> None:
-    """Take in tasks until the starter ends the connection, by its will or with its life."""
+def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
+    """Take in jobs until the starter ends the connection, by its will or with its life."""
     try:
         with suppress(EOFError, OSError):
             while True:
-                tasks.put(connection.recv())
+                jobs.put(connection.recv())
     finally:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
