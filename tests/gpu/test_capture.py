@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from functools import partial
@@ -356,6 +357,27 @@ def test_a_schedule_of_the_momentum_ends_the_captures() -> None:
         "settings of the optimizer other than its learning rate change between steps",
     )
     assert distance(trained, eager) < 1e-5
+
+
+def test_a_graph_outlives_the_others_of_its_stream() -> None:
+    stream = CaptureStream(CUDA)
+    generator = torch.Generator(CUDA).manual_seed(5)
+    left, right = (
+        torch.randn(shape, generator=generator, device=CUDA).bfloat16() for shape in ((64, 8_192), (8_192, 256))
+    )
+    product = torch.empty(64, 256, device=CUDA, dtype=torch.bfloat16)
+    # So long a product is summed in parts, in scratch memory that torch keeps by stream.
+    stream.run(lambda: torch.matmul(left, right, out=product))
+    expected = product.clone()
+    kept, other = (stream.capture(lambda: torch.matmul(left, right, out=product)) for _ in range(2))
+    other.replay()
+    del other
+    gc.collect()
+    taken = stream.run(lambda: [torch.full((2**23,), 7.0, device=CUDA) for _ in range(3)])
+    product.zero_()
+    kept.replay()
+    assert torch.equal(product, expected)
+    assert all(bool((part == 7.0).all()) for part in taken)
 
 
 def test_a_capture_that_fails_leaves_the_device_usable() -> None:

@@ -20,7 +20,7 @@ def outcomes(train_all: Callable[..., Outcomes]) -> Outcomes:
     return train_all(
         graph_async={**captured, "policy": "async"},
         graph_cadence={**captured, "policy": "cadence"},
-        graph_sync={**captured, "policy": "sync"},
+        graph_sync={**captured, "policy": "sync", "checkpoint_every": 1},
         graph_balanced={**captured, "policy": "balanced"},
         eager_async={**captured, "policy": "async", "execution": "eager"},
         eager_sync={**captured, "policy": "sync", "execution": "eager"},
@@ -46,6 +46,15 @@ def test_the_timeline_says_that_steps_were_captured_and_why(outcomes: Outcomes, 
 def test_captured_runs_learn_what_eager_ones_do(outcomes: Outcomes, captured: str, eager: str) -> None:
     losses = [epoch.loss for epoch in outcomes[captured].epochs]
     assert losses == pytest.approx([epoch.loss for epoch in outcomes[eager].epochs], rel=1e-3)
+
+
+def test_a_captured_run_goes_on_from_its_checkpoint(outcomes: Outcomes, train_all: Callable[..., Outcomes]) -> None:
+    straight = outcomes["graph_sync"]
+    (taken,) = (straight.run_dir / "checkpoints").glob("epoch00001-*")
+    options = {"execution": "graph", "devices": "cuda:0", "policy": "sync", "epochs": 2, "resume": taken}
+    went_on = train_all(went_on=options)["went_on"]
+    assert went_on.error is None
+    assert [epoch.loss for epoch in went_on.epochs][-1:] == pytest.approx([straight.epochs[1].loss], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["graph_async", "graph_cadence"])

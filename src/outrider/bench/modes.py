@@ -60,6 +60,11 @@ class Mode:
         """Ranks that never average have each their own model: there is nothing to evaluate."""
         return self.policy != INDEPENDENT or self.solo_rank is not None
 
+    @property
+    def can_resume(self) -> bool:
+        """Peers and a user's own loop keep no checkpoints."""
+        return self.peer is None and self.name != GRAPH_SYNC
+
 
 def parse_mode(name: str, *, num_devices: int) -> Mode:
     """The mode of this name in a world of that many devices."""

@@ -45,7 +45,7 @@ class CaptureStream:
         """The work as a graph; it is not done now. The graphs of a stream share memory: one may run at a time."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _own_workspaces():
             try:
                 # Other threads may wait for their own events meanwhile, as averages in the background do.
                 graph.capture_begin(pool=self._keeper.pool(), capture_error_mode="thread_local")
@@ -77,6 +77,21 @@ class CaptureStream:
     @property
     def _index(self) -> int:
         return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Matrix products take their scratch memory from the graphs' own pool.
+
+    torch keeps that memory by stream, and from 2.11 on frees it when any graph that was captured on the stream ends,
+    though others still write to it (pytorch#193402). Freed in the pool, only graphs can have it, of which one runs at
+    a time; freed outside, it would be anybody's.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextlib.contextmanager

@@ -57,8 +57,8 @@ def _captured(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDec
         # The frames of the failed step held its loss, and with it autograd's memory of another stream.
         gc.collect()
         return _decided("eager", f"the step cannot be captured: {captured}", eager_ms=round(eager.ms, 3))
-    timing = f"a captured step takes {captured.ms:.2f} ms, an eager one {eager.ms:.2f} ms"
-    details = {"eager_ms": round(eager.ms, 3), "graph_ms": round(captured.ms, 3)}
+    details = {"eager_ms": round(eager.ms, 2), "graph_ms": round(captured.ms, 2)}
+    timing = f"a captured step takes {details['graph_ms']:.2f} ms, an eager one {details['eager_ms']:.2f} ms"
     if replica.recipe.execution == "auto" and eager.ms < LEAST_GAIN * captured.ms:
         return _decided("eager", timing, **details)
     replica.captured = CapturedSteps(

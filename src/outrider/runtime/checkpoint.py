@@ -71,12 +71,28 @@ def find(path: Path) -> Path:
     """The checkpoint itself, or the newest one of a run folder."""
     if (path / "state.json").is_file():
         return path
-    names = sorted(child.name for child in (path / "checkpoints").glob("epoch*") if (child / "state.json").is_file())
-    if not names:
+    found = _whole(path)
+    if not found:
         raise DataError(
             f"no checkpoint found in {path}", hint="pass a run folder that was made with checkpoint_every=1"
         )
-    return path / "checkpoints" / names[-1]
+    return found[-1]
+
+
+def is_any(path: Path) -> bool:
+    """Whether a run folder holds a checkpoint."""
+    return bool(_whole(path))
+
+
+def keep_newest(path: Path) -> None:
+    """Remove all checkpoints of a run folder but the newest."""
+    for old in _whole(path)[:-1]:
+        shutil.rmtree(old)
+
+
+def _whole(path: Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first."""
+    return sorted(one for one in RunFolder(path).checkpoints.glob("epoch*") if (one / "state.json").is_file())
 
 
 def refuse_strangers(folder: RunFolder, *, resume: Path | None) -> None:

@@ -219,7 +219,8 @@ class RankRun:
         waited_s = self._barrier(f"the start of epoch {epoch}")
         self.recorder.wait("startup" if self._first_epoch_s is None else "epoch boundary", waited_s)
         if self._first_epoch_s is None:
-            self._first_epoch_s = time.perf_counter()
+            before_s = self.history[-1]["wall_s"] if self.history else 0.0
+            self._first_epoch_s = time.perf_counter() - before_s
         self.recorder.event("epoch start", epoch=epoch)
 
     def _barrier(self, what: str) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from outrider.bench.suite.case import Case
 from outrider.bench.suite.run import Planned, finished_run
 from outrider.bench.suite.runs import SuiteRun
-from outrider.bench.suite.sweep import SweepWatcher, Swept, clear, in_rounds
+from outrider.bench.suite.sweep import SweepWatcher, Swept, in_rounds, make_way
 from outrider.bench.suite.workers import Workers
 from outrider.errors import OutriderError
 from outrider.machine.devices import DeviceSpec, parse_devices
@@ -39,7 +39,7 @@ def run_sweep_beside(planned: Sequence[Planned], *, output: Path, watcher: Sweep
             while waiting and workers.num_busy < num_jobs:
                 one = waiting.popleft()
                 watcher.begin(one.case)
-                clear(output / one.case.folder)
+                make_way(output / one.case.folder, one.case)
                 workers.start(one, output / one.case.folder)
             for case, told in workers.hear():
                 if isinstance(told, SuiteRun):

@@ -1,11 +1,13 @@
 """One case of the suite from its folder to its completed record.
 
 Decides what a run of the suite leaves behind: `config.json` from which it can be run again, and a record that says
-what the timeline told. Which cases there are is the sweep's business, how a mode trains the modes'.
+what the timeline told; and that a long run which is not timed goes on where it stopped. Which cases there are is the
+sweep's business, how a mode trains the modes'.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,12 @@ from outrider.bench.suite.runs import BLOCK, SuiteRun, read_json, read_run
 from outrider.bench.tasks import Task
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.machine.devices import parse_devices
+from outrider.runtime import checkpoint
 from outrider.runtime.folder import RunFolder
+from outrider.runtime.messages import Message
+
+CHECKPOINT_EVERY = 10
+"""Epochs of a run that is not timed; what an interrupted one loses at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,21 +38,28 @@ class Planned:
 
 
 def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda message: None) -> SuiteRun:
-    """Train in processes of its own, in a folder that is not there yet."""
+    """Train in processes of its own, in a folder that is not there yet, or holds what can be gone on with."""
     case = planned.case
-    if folder.exists():
+    goes_on = can_go_on(folder, case)
+    if folder.exists() and not goes_on:
         raise ConfigError(f"{folder} is there already", hint="name a folder that is not")
     block = as_block(case, planned.subject)
     devices = parse_devices(case.devices)
+
+    def saw(message: Message) -> None:
+        if message.kind == "epoch":
+            checkpoint.keep_newest(folder)
+        on_message(message)
+
     try:
         run_mode(
             parse_mode(case.mode, num_devices=len(devices)),
             planned.make_task(),
             devices=devices,
             run_dir=folder,
-            settings=case.settings,
+            settings={**case.settings, **_checkpoints(case), **({"resume": folder} if goes_on else {})},
             on_start=lambda: _annotate(folder, "config.json", block),
-            on_message=on_message,
+            on_message=saw,
         )
     except OutriderError as error:
         keep_failure(folder, planned, error)
@@ -54,6 +68,23 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
         _annotate(folder, "config.json", block)
         raise
     return complete(folder, block)
+
+
+def can_go_on(folder: Path, case: Case) -> bool:
+    """Whether a run stopped here after a checkpoint; a timed one begins anew, and so does one that failed."""
+    if not _checkpoints(case) or not checkpoint.is_any(folder):
+        return False
+    try:
+        run = read_run(folder)
+    except DataError:
+        return False
+    return run is not None and run.error is None
+
+
+def _checkpoints(case: Case) -> dict[str, Any]:
+    mode = parse_mode(case.mode, num_devices=len(case.devices))
+    is_long = case.epochs > CHECKPOINT_EVERY and not case.is_timed
+    return {"checkpoint_every": CHECKPOINT_EVERY} if is_long and mode.can_resume else {}
 
 
 def finished_run(folder: Path, planned: Planned) -> SuiteRun | None:
@@ -69,6 +100,7 @@ def finished_run(folder: Path, planned: Planned) -> SuiteRun | None:
 
 def complete(folder: Path, block: dict[str, Any]) -> SuiteRun:
     """Put what the timeline tells into the record, so that reports need the record only."""
+    shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
     timeline = read_json(folder / "timeline.json") or {}
     record = read_json(folder / "record.json") or {}
     # A session writes its configuration when its first batch is asked for, over the one that was there.
@@ -84,6 +116,8 @@ def _annotate(folder: Path, name: str, block: dict[str, Any]) -> None:
     content = read_json(folder / name) or {}
     # Records are passed on and published: where on this machine they were made is nobody's concern.
     options = {**content.get("options", {}), "run_dir": folder.name}
+    if options.get("resume"):
+        options["resume"] = folder.name
     RunFolder(folder).write_json(name, {**content, "options": options, BLOCK: block})
 
 

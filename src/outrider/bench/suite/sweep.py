@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.bench.suite.case import Case
-from outrider.bench.suite.run import Planned, finished_run, run_case
+from outrider.bench.suite.run import Planned, can_go_on, finished_run, run_case
 from outrider.bench.suite.runs import SuiteRun
 from outrider.errors import OutriderError
 from outrider.runtime.messages import Message
@@ -61,7 +61,7 @@ def run_sweep(planned: Sequence[Planned], *, output: Path, watcher: SweepWatcher
             runs.append(run)
             continue
         watcher.begin(one.case)
-        clear(folder)
+        make_way(folder, one.case)
         try:
             runs.append(run_case(one, folder, on_message=partial(watcher.saw, one.case)))
             watcher.ended(runs[-1])
@@ -71,6 +71,7 @@ def run_sweep(planned: Sequence[Planned], *, output: Path, watcher: SweepWatcher
     return Swept(runs=tuple(runs), failures=tuple(failures))
 
 
-def clear(folder: Path) -> None:
+def make_way(folder: Path, case: Case) -> None:
     """The key in its name says whose it is: an earlier try of this very case that did not get to its end."""
-    shutil.rmtree(folder, ignore_errors=True)
+    if not can_go_on(folder, case):
+        shutil.rmtree(folder, ignore_errors=True)
