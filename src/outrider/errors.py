@@ -76,3 +76,14 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name closest to a mistyped one, if any is close."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+GPU_FAULT = "CUDA error"
+
+
+def named(error: BaseException) -> str:
+    """The type of an error and what it says; of a fault on a GPU the first line, the rest is torch's advice."""
+    text = str(error)
+    if text.startswith(GPU_FAULT):
+        text = text.partition("\n")[0]
+    return ": ".join(part for part in (type(error).__name__, text) if part)

@@ -431,12 +431,15 @@ def test_a_finished_run_keeps_no_checkpoint_and_tells_no_place_of_this_machine(
     assert str(stopped) not in (run.folder / "record.json").read_text()
 
 
-def test_a_run_that_failed_begins_anew(stopped: Path) -> None:
+def test_a_run_that_failed_goes_on_once(stopped: Path) -> None:
     [planned] = plan(LONG)
     folder = stopped / planned.case.folder
-    assert can_go_on(folder, planned.case)
     record = json.loads((folder / "record.json").read_text())
-    (folder / "record.json").write_text(json.dumps(record | {"status": "failed", "error": {"message": "no"}}))
+    record |= {"status": "failed", "error": {"message": "no"}}
+    (folder / "record.json").write_text(json.dumps(record))
+    assert can_go_on(folder, planned.case)
+    record["options"] = {"resume": folder.name}
+    (folder / "record.json").write_text(json.dumps(record))
     assert not can_go_on(folder, planned.case)
     make_way(folder, planned.case)
     assert not folder.exists()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, OutriderError, PeerLostError, StepError, WaitError
-from outrider.machine.devices import parse_devices
+from outrider.machine.devices import DeviceSpec, parse_devices
 from outrider.runtime.environment import Environment
 from outrider.runtime.messages import Message, adopted_link, decode, describe_error, encode, rebuild_error
 
@@ -49,6 +49,28 @@ def test_a_message_survives_the_journey_on_one_line(kind: str, fields: dict[str,
     line = encode(message)
     assert line.count(b"\n") == 1
     assert decode(line, rank=3) == message
+
+
+FAULT = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing this and that\n"
+
+
+@pytest.mark.parametrize(
+    ("share", "hint"),
+    [
+        (None, "with CUDA_LAUNCH_BLOCKING=1 the traceback shows the operation at fault"),
+        (
+            30,
+            "with CUDA_LAUNCH_BLOCKING=1 the traceback shows the operation at fault; "
+            "a fault ends all runs of its MPS daemon, so look at the first that failed",
+        ),
+    ],
+    ids=["whole GPU", "slice"],
+)
+def test_a_fault_on_a_gpu_is_told_in_one_line_with_the_way_out(share: int | None, hint: str) -> None:
+    spec = DeviceSpec(kind="cuda", index=0, share=share)
+    fields = describe_error(RuntimeError(FAULT), rank=1, spec=spec, step=7)
+    words = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert (fields["message"], fields["hint"]) == (f"rank 1 ({spec}), step 7: {words}", hint)
 
 
 def test_an_exception_of_the_user_becomes_a_step_error_with_rank_and_traceback() -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
 from outrider.data.parcel import as_parcel, unpacked
-from outrider.errors import ConfigError, OutriderError, StepError
+from outrider.errors import ConfigError, OutriderError, StepError, named
 from outrider.replica.captured import CapturedSteps
 from outrider.replica.compensation import compensate
 from outrider.replica.compiled import CompiledStep
@@ -215,7 +215,7 @@ class Replica:
 
     def _step_error(self, error: Exception, where: str = "") -> StepError:
         return StepError(
-            f"rank {self.rank} ({self.name}), step {self.steps}{where}: {type(error).__name__}: {error}",
+            f"rank {self.rank} ({self.name}), step {self.steps}{where}: {named(error)}",
             rank=self.rank,
             step=self.steps,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import errors
-from outrider.errors import OutriderError, PeerLostError, StepError
+from outrider.errors import GPU_FAULT, OutriderError, PeerLostError, StepError, named
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
 from outrider.runtime.environment import Environment
 
@@ -104,21 +104,29 @@ def describe_error(error: BaseException, *, rank: int, spec: DeviceSpec, step: i
         return {
             "type": type(error).__name__,
             "message": error.message,
-            "hint": error.hint,
+            "hint": error.hint or _way_out(error.message, spec),
             "rank": rank if error.rank is None else error.rank,
             "step": error.step,
             "traceback": error.traceback or user_traceback(error),
         }
     kind = PeerLostError if _LOST_PEER.search(str(error)) else StepError
-    words = ": ".join(part for part in (type(error).__name__, str(error)) if part)
+    message = f"rank {rank} ({spec}){'' if step is None else f', step {step}'}: {named(error)}"
     return {
         "type": kind.__name__,
-        "message": f"rank {rank} ({spec}){'' if step is None else f', step {step}'}: {words}",
-        "hint": None,
+        "message": message,
+        "hint": _way_out(message, spec),
         "rank": rank,
         "step": step,
         "traceback": user_traceback(error),
     }
+
+
+def _way_out(message: str, spec: DeviceSpec) -> str | None:
+    """For a fault on a GPU, which is told later than it happened, and to everybody."""
+    if GPU_FAULT not in message:
+        return None
+    shared = "; a fault ends all runs of its MPS daemon, so look at the first that failed" if spec.share else ""
+    return f"with CUDA_LAUNCH_BLOCKING=1 the traceback shows the operation at fault{shared}"
 
 
 def rebuild_error(fields: dict[str, Any]) -> OutriderError:

@@ -71,14 +71,17 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
 
 
 def can_go_on(folder: Path, case: Case) -> bool:
-    """Whether a run stopped here after a checkpoint; a timed one begins anew, and so does one that failed."""
+    """Whether a run stopped here after a checkpoint, or failed, as all of an MPS daemon do when one of them faults.
+
+    A timed one begins anew, and so does one that failed again after it had gone on.
+    """
     if not _checkpoints(case) or not checkpoint.is_any(folder):
         return False
     try:
         run = read_run(folder)
     except DataError:
         return False
-    return run is not None and run.error is None
+    return run is not None and not (run.error is not None and run.went_on)
 
 
 def _checkpoints(case: Case) -> dict[str, Any]:

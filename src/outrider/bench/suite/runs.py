@@ -69,6 +69,8 @@ class SuiteRun:
     commit: str | None = None
     note: str | None = None
     """What a peer says of its setting."""
+    went_on: bool = False
+    """From a checkpoint of an earlier try."""
     measured: Measured | None = None
     """None where the suite was stopped before it could complete the record."""
 
@@ -123,6 +125,7 @@ def _as_run(folder: Path, block: Mapping[str, Any], record: Mapping[str, Any]) -
         environment=record.get("environment") or {},
         commit=record.get("commit"),
         note=(record.get("options") or {}).get("note"),
+        went_on=bool((record.get("options") or {}).get("resume")),
         measured=_measured(record[BLOCK]["measured"]) if BLOCK in record else None,
     )
 
