@@ -34,7 +34,10 @@ case $stage in
     untimed --models resnet20 --modes "$few" --seeds 3
     ;;
   others) # the other models, five epochs each, several runs at a time
-    sweep --models logistic,mlp,lenet,conv-ae,char-rnn,gpt-nano --modes "solo-0,solo-1,$ours" --seeds 3 --jobs "${JOBS:-7}"
+    # A fault on the GPU ends all runs of an MPS daemon: each model has a sweep, and so a daemon, of its own.
+    for model in logistic mlp lenet conv-ae char-rnn gpt-nano; do
+      sweep --models "$model" --modes "solo-0,solo-1,$ours" --seeds 3 --jobs "${JOBS:-7}"
+    done
     ;;
   text) # the two whose speed is in question, each run alone on the card; what they learn is the stage before's
     sweep --models char-rnn,gpt-nano --modes "solo-0,independent,$unhurried" --epochs 3 --seeds "${SEEDS:-3}"

@@ -249,6 +249,26 @@ def test_a_loss_that_is_not_finite_is_found_with_its_step() -> None:
         trained.steps(20).replica.check_loss()
 
 
+class Recurrent(nn.Module):
+    """Rows of 20 as sequences of 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 32, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.lstm(x.unflatten(1, (5, 4)))
+        logits: Tensor = self.head(outputs[:, -1])
+        return logits
+
+
+def test_an_lstm_with_dropout_is_captured() -> None:
+    trained = Trained(recipe(model=Recurrent)).steps(20)
+    assert trained.decision is not None
+    assert (trained.decision.value, trained.num_graphs) == ("graph", 1)
+
+
 def test_the_factor_on_the_rate_reaches_a_captured_step() -> None:
     wanted = recipe(optimizer=partial(torch.optim.SGD, lr=0.01))
     captured, eager = Trained(wanted).steps(5), Trained(wanted, execution="eager").steps(5)
