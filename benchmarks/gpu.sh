@@ -35,9 +35,11 @@ case $stage in
     ;;
   others) # the other models, five epochs each, several runs at a time
     # A fault on the GPU ends all runs of an MPS daemon: each model has a sweep, and so a daemon, of its own.
+    failed=0
     for model in logistic mlp lenet conv-ae char-rnn gpt-nano; do
-      sweep --models "$model" --modes "solo-0,solo-1,$ours" --seeds 3 --jobs "${JOBS:-7}"
+      sweep --models "$model" --modes "solo-0,solo-1,$ours" --seeds 3 --jobs "${JOBS:-7}" || failed=1
     done
+    exit $failed
     ;;
   text) # the two whose speed is in question, each run alone on the card; what they learn is the stage before's
     sweep --models char-rnn,gpt-nano --modes "solo-0,independent,$unhurried" --epochs 3 --seeds "${SEEDS:-3}"
