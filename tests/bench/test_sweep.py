@@ -23,13 +23,12 @@ from outrider.bench.suite.plan import (
     preset_named,
     runnable_modes,
 )
-from outrider.bench.suite.run import CHECKPOINT_EVERY, Planned, can_go_on, run_case
+from outrider.bench.suite.run import Planned, run_case
 from outrider.bench.suite.runs import read_run
-from outrider.bench.suite.sweep import make_way, run_sweep
+from outrider.bench.suite.sweep import run_sweep
 from outrider.bench.tasks import Task
 from outrider.errors import ConfigError, StepError
 from outrider.machine.devices import parse_devices
-from outrider.runtime.messages import Message
 
 Sweep = Callable[..., list[str]]
 OFFLINE = DataSource(may_download=False, max_samples=64)
@@ -386,70 +385,3 @@ def test_durations_are_for_people(seconds: float, words: str) -> None:
 def test_every_planned_case_can_be_told_apart() -> None:
     planned: list[Planned] = plan(REQUEST)
     assert len({one.case.key for one in planned}) == len(planned)
-
-
-# Long runs that are not timed
-
-LONG = replace(REQUEST, modes=("cpu-sync",), num_seeds=1, epochs=CHECKPOINT_EVERY + 2, is_timed=False)
-
-
-def stop_after(epoch: int) -> Callable[[Case, Message], None]:
-    def saw(case: Case, message: Message) -> None:
-        if message.kind == "epoch" and message.fields["epoch"] == epoch:
-            raise KeyboardInterrupt
-
-    return saw
-
-
-@pytest.fixture
-def stopped(make_log: Callable[[], Any], tmp_path: Path) -> Path:
-    """The output of a sweep that was interrupted after its first checkpoint."""
-    log = make_log()
-    log.saw = stop_after(CHECKPOINT_EVERY)
-    with pytest.raises(KeyboardInterrupt):
-        run_sweep(plan(LONG), output=tmp_path / "stopped", watcher=log)
-    return tmp_path / "stopped"
-
-
-def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_as_if_it_had_not_been(
-    stopped: Path, make_log: Callable[[], Any], tmp_path: Path
-) -> None:
-    [went_on] = run_sweep(plan(LONG), output=stopped, watcher=make_log()).runs
-    [whole] = run_sweep(plan(LONG), output=tmp_path / "whole", watcher=make_log()).runs
-    events = json.loads((went_on.folder / "timeline.json").read_text())["events"]
-    assert [event["epoch"] for event in events if event["kind"] == "resume"] == [CHECKPOINT_EVERY]
-    assert [(epoch.loss, epoch.eval) for epoch in went_on.epochs] == [(e.loss, e.eval) for e in whole.epochs]
-    walls = [epoch.wall_s for epoch in went_on.epochs]
-    assert walls == sorted(walls)
-
-
-def test_a_finished_run_keeps_no_checkpoint_and_tells_no_place_of_this_machine(
-    stopped: Path, make_log: Callable[[], Any]
-) -> None:
-    [run] = run_sweep(plan(LONG), output=stopped, watcher=make_log()).runs
-    assert not (run.folder / "checkpoints").exists()
-    assert str(stopped) not in (run.folder / "record.json").read_text()
-
-
-def test_a_run_that_failed_goes_on_once(stopped: Path) -> None:
-    [planned] = plan(LONG)
-    folder = stopped / planned.case.folder
-    record = json.loads((folder / "record.json").read_text())
-    record |= {"status": "failed", "error": {"message": "no"}}
-    (folder / "record.json").write_text(json.dumps(record))
-    assert can_go_on(folder, planned.case)
-    record["options"] = {"resume": folder.name}
-    (folder / "record.json").write_text(json.dumps(record))
-    assert not can_go_on(folder, planned.case)
-    make_way(folder, planned.case)
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"is_timed": True}, {"epochs": CHECKPOINT_EVERY}, {"mode": "ddp"}, {"mode": "graph-sync"}],
-    ids=["timed", "short", "peer", "own loop"],
-)
-def test_other_runs_never_go_on(stopped: Path, changes: dict[str, Any]) -> None:
-    [planned] = plan(LONG)
-    assert not can_go_on(stopped / planned.case.folder, replace(planned.case, **changes))

@@ -17,7 +17,7 @@ from outrider.core.effects import Batch
 from outrider.data.drawer import name_samples
 from outrider.data.keyed import sample_keys
 from outrider.data.parcel import Parcel, parcel_of
-from outrider.errors import DataError, OutriderError
+from outrider.errors import DataError, OutriderError, named
 
 if TYPE_CHECKING:
     from outrider.data.feed import Feed
@@ -79,7 +79,7 @@ class AugmentedFeed:
         assert self._order is not None
         samples = name_samples(self._order[batch.start : batch.stop].tolist())
         return DataError(
-            f"augment failed on {samples}: {type(error).__name__}: {error}",
+            f"augment failed on {samples}: {named(error)}",
             hint="it is called as augment(batch, keys) with the batch on the device and one int64 key per sample",
             traceback=traceback.format_exc(),
         )

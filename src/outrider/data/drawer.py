@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from outrider.data import randomness
 from outrider.data.order import mix, sample_seed
-from outrider.errors import DataError
+from outrider.errors import DataError, named
 
 Collate = Callable[[list[Any]], Any]
 
@@ -73,7 +73,7 @@ class Drawer:
             return self._collate(samples)
         except Exception as error:
             raise DataError(
-                f"{name_samples(request.indices)} could not be collated: {type(error).__name__}: {error}",
+                f"{name_samples(request.indices)} could not be collated: {named(error)}",
                 hint="samples of a batch need equal shapes and types; pass collate= to pad or pack them",
                 traceback=traceback.format_exc(),
             ) from error
@@ -89,7 +89,7 @@ def name_samples(indices: Sequence[int]) -> str:
 
 def _unreadable(indices: Sequence[int], error: Exception) -> DataError:
     return DataError(
-        f"{name_samples(indices)} could not be read: {type(error).__name__}: {error}",
+        f"{name_samples(indices)} could not be read: {named(error)}",
         hint=f"try dataset[{indices[0]}] by itself",
         traceback=traceback.format_exc(),
     )

@@ -45,7 +45,7 @@ class CaptureStream:
         """The work as a graph; it is not done now. The graphs of a stream share memory: one may run at a time."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), _own_workspaces():
+        with torch.cuda.stream(self._stream), _own_scratch_memory():
             try:
                 # Other threads may wait for their own events meanwhile, as averages in the background do.
                 graph.capture_begin(pool=self._keeper.pool(), capture_error_mode="thread_local")
@@ -80,7 +80,7 @@ class CaptureStream:
 
 
 @contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
+def _own_scratch_memory() -> Iterator[None]:
     """Matrix products take their scratch memory from the graphs' own pool.
 
     torch keeps that memory by stream, and from 2.11 on frees it when any graph that was captured on the stream ends,

@@ -56,7 +56,7 @@ def _captured(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDec
     if isinstance(captured, str):
         # The frames of the failed step held its loss, and with it autograd's memory of another stream.
         gc.collect()
-        return _decided("eager", f"the step cannot be captured: {captured}", eager_ms=round(eager.ms, 3))
+        return _decided("eager", f"the step cannot be captured: {captured}", eager_ms=round(eager.ms, 2))
     details = {"eager_ms": round(eager.ms, 2), "graph_ms": round(captured.ms, 2)}
     timing = f"a captured step takes {details['graph_ms']:.2f} ms, an eager one {details['eager_ms']:.2f} ms"
     if replica.recipe.execution == "auto" and eager.ms < LEAST_GAIN * captured.ms:

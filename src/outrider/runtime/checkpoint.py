@@ -79,11 +79,6 @@ def find(path: Path) -> Path:
     return found[-1]
 
 
-def is_any(path: Path) -> bool:
-    """Whether a run folder holds a checkpoint."""
-    return bool(_whole(path))
-
-
 def keep_newest(path: Path) -> None:
     """Remove all checkpoints of a run folder but the newest."""
     for old in _whole(path)[:-1]:

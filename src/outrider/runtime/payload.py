@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, named
 
 _SEND_HINT = "pass a function that makes it, or open files and locks inside the rank"
 
@@ -41,7 +41,7 @@ def read_payload(path: Path) -> tuple[Callable[..., None], dict[str, Any]]:
             target, payload = pickle.load(file)
     except Exception as error:
         raise ConfigError(
-            f"what the starter sent cannot be read here: {type(error).__name__}: {error}",
+            f"what the starter sent cannot be read here: {named(error)}",
             hint=f"see that {sys.executable} can import what the starter can",
         ) from error
     return target, payload

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from outrider.bench.datasets import cifar10, shakespeare
 from outrider.bench.datasets.location import cache_directory
-from outrider.errors import DataError
+from outrider.errors import DataError, named
 
 CONNECT_LIMIT_S = 5.0
 READ_LIMIT_S = 15.0
@@ -100,7 +100,7 @@ def _retrieve(pooch: Any, file: RemoteFile, folder: Path) -> None:
             return
         # requests' errors are OSErrors; pooch tells of a wrong hash by a ValueError that has both.
         except (OSError, ValueError) as error:
-            troubles.append(f"{url}: {type(error).__name__}: {error}")
+            troubles.append(f"{url}: {named(error)}")
     raise DataError(
         f"{file.name} (MD5 {file.md5}) could not be downloaded\n" + "\n".join(troubles),
         hint="get the file by other means and name its folder with --data or $OUTRIDER_DATA",

@@ -40,14 +40,19 @@ class Planned:
 def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda message: None) -> SuiteRun:
     """Train in processes of its own, in a folder that is not there yet, or holds what can be gone on with."""
     case = planned.case
+    settings, keeps = dict(case.settings), _keeps_checkpoint(case)
+    if keeps:
+        settings["checkpoint_every"] = CHECKPOINT_EVERY
     goes_on = can_go_on(folder, case)
     if folder.exists() and not goes_on:
         raise ConfigError(f"{folder} is there already", hint="name a folder that is not")
+    if goes_on:
+        settings["resume"] = folder
     block = as_block(case, planned.subject)
     devices = parse_devices(case.devices)
 
     def saw(message: Message) -> None:
-        if message.kind == "epoch":
+        if keeps and message.kind == "epoch":
             checkpoint.keep_newest(folder)
         on_message(message)
 
@@ -57,7 +62,7 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
             planned.make_task(),
             devices=devices,
             run_dir=folder,
-            settings={**case.settings, **_checkpoints(case), **({"resume": folder} if goes_on else {})},
+            settings=settings,
             on_start=lambda: _annotate(folder, "config.json", block),
             on_message=saw,
         )
@@ -67,6 +72,8 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
     except KeyboardInterrupt:
         _annotate(folder, "config.json", block)
         raise
+    if keeps:
+        shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
     return complete(folder, block)
 
 
@@ -75,19 +82,21 @@ def can_go_on(folder: Path, case: Case) -> bool:
 
     A timed one begins anew, and so does one that failed again after it had gone on.
     """
-    if not _checkpoints(case) or not checkpoint.is_any(folder):
+    if not _keeps_checkpoint(case):
         return False
     try:
+        checkpoint.load_progress(checkpoint.find(folder), identity={})
         run = read_run(folder)
     except DataError:
         return False
     return run is not None and not (run.error is not None and run.went_on)
 
 
-def _checkpoints(case: Case) -> dict[str, Any]:
-    mode = parse_mode(case.mode, num_devices=len(case.devices))
+def _keeps_checkpoint(case: Case) -> bool:
+    """Of the suite's own, which goes when the run has ended; those that a user asks for are the user's."""
     is_long = case.epochs > CHECKPOINT_EVERY and not case.is_timed
-    return {"checkpoint_every": CHECKPOINT_EVERY} if is_long and mode.can_resume else {}
+    mode = parse_mode(case.mode, num_devices=len(case.devices))
+    return is_long and mode.can_resume and "checkpoint_every" not in case.settings
 
 
 def finished_run(folder: Path, planned: Planned) -> SuiteRun | None:
@@ -103,7 +112,6 @@ def finished_run(folder: Path, planned: Planned) -> SuiteRun | None:
 
 def complete(folder: Path, block: dict[str, Any]) -> SuiteRun:
     """Put what the timeline tells into the record, so that reports need the record only."""
-    shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
     timeline = read_json(folder / "timeline.json") or {}
     record = read_json(folder / "record.json") or {}
     # A session writes its configuration when its first batch is asked for, over the one that was there.
