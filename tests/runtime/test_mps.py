@@ -152,10 +152,19 @@ def test_a_daemon_that_was_there_before_is_neither_started_again_nor_ended(daemo
     assert psutil.pid_exists(daemon.pid)
 
 
+def test_a_named_daemon_that_is_busy_is_asked_again(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, False, True])
+    monkeypatch.setattr(mps.mps_keeper, "ask", lambda control, command: next(answers))
+    with mps.slices(SLICES) as variables:
+        assert [own[mps.PIPES] for own in variables] == [named, named]
+    assert list(answers) == []
+
+
 def test_a_named_daemon_that_nobody_answers_for_is_an_error(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(mps.PIPES, str(tmp_path))
+    monkeypatch.setattr(mps, "_PATIENCE_S", 0.0)
     with pytest.raises(DeviceError) as caught:
         launch(tell_variables, {}, devices=SLICES, log_dir=tmp_path)
     assert caught.value.message == f"CUDA_MPS_PIPE_DIRECTORY is {tmp_path}, but no MPS daemon answers there"

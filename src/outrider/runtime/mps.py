@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ USUAL_PLACES = ("/usr/bin", "/usr/local/nvidia/bin")
 # The keeper has limits of its own; these only hold where the keeper itself is stuck.
 _START_S = mps_keeper.START_S + 2 * mps_keeper.ASK_S
 _END_S = mps_keeper.ASK_S + 2 * mps_keeper.QUIT_S
+# A daemon that starts a server for somebody else may leave a question unanswered.
+_PATIENCE_S = 3.0
 # A socket's path may have 107 characters: our folder's name takes 30 and the daemon adds some more.
 _MAX_BASE_LENGTH = 50
 
@@ -70,12 +73,21 @@ def daemon_for(devices: Sequence[DeviceSpec]) -> Iterator[dict[str, str]]:
 def _named_daemon() -> dict[str, str]:
     """The daemon that the environment names, once it has answered; nothing is started and nothing ended."""
     variables = {name: os.environ[name] for name in (PIPES, LOGS) if name in os.environ}
-    if not mps_keeper.ask(find_control(), "get_server_list"):
+    if not _answers(find_control()):
         raise DeviceError(
             f"{PIPES} is {variables[PIPES]}, but no MPS daemon answers there",
             hint=f"start one there with `{CONTROL} -d`, or unset {PIPES} for a private one",
         )
     return variables
+
+
+def _answers(control: str) -> bool:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not mps_keeper.ask(control, "get_server_list"):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @contextmanager

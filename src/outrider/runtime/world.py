@@ -35,7 +35,7 @@ from outrider.average.doorway import NoDoorway
 from outrider.average.neighbours import NeighbourCollective
 from outrider.errors import ConfigError, DeviceError, PeerLostError, WaitError, nearest
 from outrider.machine.devices import DeviceSpec, parse_devices
-from outrider.runtime import nccl, slice_check
+from outrider.runtime import nccl, slice_check, slice_products
 from outrider.runtime.messages import Link
 from outrider.runtime.store import open_store
 
@@ -326,6 +326,7 @@ def _use_cuda(link: Link) -> None:
     except RuntimeError as error:
         raise slice_check.unusable(link.spec, error, rank=link.rank) from error
     slice_check.check_served(link.spec, rank=link.rank)
+    slice_products.mend_products(link.spec, rank=link.rank)
 
 
 @contextmanager
