@@ -31,6 +31,11 @@ LONG = Request(
     is_timed=False,
 )
 [PLANNED] = plan(LONG)
+QUICK: dict[str, Any] = {
+    "devices": parse_devices("cpu,cpu"),
+    "data": DataSource(may_download=False, max_samples=16),
+    "batch_size": 8,
+}
 
 
 def stop_after(epoch: int) -> Callable[[Case, Message], None]:
@@ -78,6 +83,26 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_as_if_it_had_no
     assert str(stopped) not in (went_on.folder / "record.json").read_text()
 
 
+def test_a_users_own_loop_goes_on_too(make_log: MakeLog, tmp_path: Path) -> None:
+    planned = plan(replace(LONG, models=("resnet20-graph",), modes=("graph-sync",), depth=8, **QUICK))
+    log = make_log()
+    log.saw = stop_after(CHECKPOINT_EVERY)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(planned, output=tmp_path / "stopped", watcher=log)
+    [went_on] = run_sweep(planned, output=tmp_path / "stopped", watcher=make_log()).runs
+    [whole] = run_sweep(planned, output=tmp_path / "whole", watcher=make_log()).runs
+    assert went_on.went_on
+    assert [(epoch.epoch, epoch.loss, epoch.eval) for epoch in went_on.epochs] == [
+        (epoch.epoch, epoch.loss, epoch.eval) for epoch in whole.epochs
+    ]
+    walls = [epoch.wall_s for epoch in went_on.epochs]
+    assert walls == sorted(walls)
+    models = [(run.folder / "model.safetensors").read_bytes() for run in (went_on, whole)]
+    assert models[0] == models[1]
+    assert not (went_on.folder / "checkpoints").exists()
+    assert str(tmp_path) not in (went_on.folder / "record.json").read_text()
+
+
 def test_checkpoints_that_a_user_asks_for_are_all_kept(make_log: MakeLog, tmp_path: Path) -> None:
     asked = plan(replace(LONG, settings={"checkpoint_every": 5.0}))
     [run] = run_sweep(asked, output=tmp_path, watcher=make_log()).runs
@@ -105,8 +130,8 @@ def test_a_checkpoint_that_cannot_be_read_is_none(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"is_timed": True}, {"epochs": CHECKPOINT_EVERY}, {"mode": "ddp"}, {"mode": "graph-sync"}],
-    ids=["timed", "short", "peer", "own loop"],
+    [{"is_timed": True}, {"epochs": CHECKPOINT_EVERY}, {"mode": "ddp"}],
+    ids=["timed", "short", "peer"],
 )
 def test_other_runs_never_go_on(left_behind: Path, changes: dict[str, Any]) -> None:
     assert not can_go_on(left_behind / PLANNED.case.folder, replace(PLANNED.case, **changes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,30 @@ def test_a_solo_takes_no_option_that_has_a_value_per_rank(tmp_path: Path) -> Non
 def test_all_modes_share_batch_epochs_seed_and_evaluation(name: str, tmp_path: Path) -> None:
     recipe = make_mode_order(parse_mode(name, num_devices=2), task(), devices=DEVICES, run_dir=tmp_path).recipe
     assert (recipe.batch_size, recipe.epochs, recipe.seed, recipe.evaluate) == (2, 3, 0, accuracy)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr_scale"),
+    [("cpu-sync", 2.0), ("graph-sync", 2.0), ("ddp", 2.0), ("dp", 2.0)]
+    + [(name, "auto") for name in ("solo-0", "independent", "cpu-balanced", "cpu-cadence", "post-local-sgd")],
+)
+def test_the_rate_follows_the_batch_where_a_step_takes_one_of_every_rank(
+    name: str, lr_scale: float | str, tmp_path: Path
+) -> None:
+    mode, follows = parse_mode(name, num_devices=2), replace(task(), rate_follows_batch=True)
+    assert make_mode_order(mode, follows, devices=DEVICES, run_dir=tmp_path).recipe.lr_scale == lr_scale
+    assert make_mode_order(mode, task(), devices=DEVICES, run_dir=tmp_path).recipe.lr_scale == "auto"
+
+
+def test_a_rate_set_by_hand_stays(tmp_path: Path) -> None:
+    follows = replace(task(), rate_follows_batch=True)
+    mode = parse_mode("cpu-sync", num_devices=2)
+    order = make_mode_order(mode, follows, devices=DEVICES, run_dir=tmp_path, settings={"lr_scale": 1.0})
+    assert order.recipe.lr_scale == 1.0
+
+
+def test_the_resnets_follow_the_batch_and_the_models_with_adam_do_not() -> None:
+    assert [name for name, entry in ENTRIES.items() if entry.rate_follows_batch] == ["resnet20", "resnet20-graph"]
 
 
 def test_ranks_that_never_average_are_not_evaluated(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import subprocess
@@ -52,7 +53,7 @@ def difference(before: str, after: str) -> str:
 
 
 def test_the_guide_has_examples() -> None:
-    assert len(EXAMPLES) == 9
+    assert len(EXAMPLES) == 10
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -60,6 +61,17 @@ def test_an_example_of_the_guide_runs(number: int) -> None:
     scope: dict[str, Any] = {}
     exec(PREAMBLE, scope)
     exec(EXAMPLES[number], scope)
+
+
+def test_the_example_of_going_on_goes_on() -> None:
+    [example] = [example for example in EXAMPLES if "resume=resume" in example]
+    scope: dict[str, Any] = {}
+    exec(PREAMBLE, scope)
+    exec(example.replace("s.epochs(20)", "s.epochs(14)"), scope)
+    exec(example, scope)
+    record, timeline = (json.loads(Path(f"runs/long/{name}.json").read_text()) for name in ("record", "timeline"))
+    assert [epoch["epoch"] for epoch in record["epochs"]] == list(range(20))
+    assert [event["epoch"] for event in timeline["events"] if event["kind"] == "resume"] == [10]
 
 
 @pytest.mark.parametrize("number", range(2))

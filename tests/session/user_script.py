@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import outrider
+from outrider.data.keyed import uniform
 
 SIZE, BATCH, SEED = 331, 8, 3
 """A prime, so that nothing divides it."""
@@ -190,6 +191,46 @@ def by_hand(policy: str) -> None:
             model[0].weight.fill_(float(s.rank))
         wrapped.broadcast(source=s.world_size - 1)
         save(s, "sent", model, gradients=gradients)
+
+
+def noisy(batch: tuple[torch.Tensor, ...], keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Every sample a little moved, in every epoch in another way."""
+    return batch[0] + 0.1 * uniform(keys, 0)[:, None].double(), batch[1]
+
+
+def train_in_sittings(policy: str, *, epochs: int, gives_up_in: int | None = None, **more: Any) -> None:
+    """A model that draws, normalises and is scheduled, on samples that are augmented."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 2)).double()
+    optimizer = make_optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4 * SIZE // BATCH + 1)
+    plan = FIXED_PLAN if policy == "cadence" else {}
+    with outrider.Session(**{**options(policy), **plan, **more}) as s:
+        s.prepare(model, optimizer, schedule)
+        for epoch in s.epochs(epochs):
+            for number, batch in enumerate(s.batches(data(), batch_size=BATCH, augment=noisy)):
+                if epoch == gives_up_in and number == 3:
+                    raise ValueError("the power is gone")
+                s.step(loss_of(model, batch))
+            s.evaluate_together(accuracy, data())
+        save(s, "sittings", model)
+
+
+def whole(policy: str) -> None:
+    """Four epochs in one sitting, from the same start as `cut`."""
+    torch.manual_seed(SEED)
+    train_in_sittings(policy, epochs=4)
+
+
+def cut(policy: str) -> None:
+    """The same, ended in the middle of the third epoch."""
+    torch.manual_seed(SEED)
+    train_in_sittings(policy, epochs=4, gives_up_in=2, checkpoint_every=1)
+
+
+def resumed(policy: str) -> None:
+    """The rest, from another start: only what the checkpoint has can make it the same."""
+    torch.manual_seed(SEED + 1)
+    train_in_sittings(policy, epochs=4, resume=f"../cut-{policy}/run")
 
 
 FIXED_PLAN: dict[str, Any] = {"shares": (0.6, 0.4), "anchor": 2, "guard": False}

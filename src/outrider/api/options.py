@@ -44,6 +44,8 @@ class SessionOptions(TypedDict, total=False):
     seed: int
     verify: bool
     run_dir: str | PathLike[str] | None
+    checkpoint_every: float | None
+    resume: str | PathLike[str] | None
     threads_per_rank: int | None
     port: int
     timeout_s: float
@@ -67,8 +69,6 @@ class Options(SessionOptions, total=False):
     augment: AugmentFunction | None
     epoch_start: Callable[[EpochContext], None] | None
     epoch_end: Callable[[EpochContext], None] | None
-    checkpoint_every: float | None
-    resume: str | PathLike[str] | None
     workers: int
     collate: Callable[[list[Any]], Any] | None
     resident: bool | Literal["auto"]
@@ -105,7 +105,14 @@ def make_session_order(options: Mapping[str, Any]) -> Order:
     """The same for a session, whose models, data and steps are the user's own business."""
     _check_names(options, valid=list(SessionOptions.__annotations__), owner="Session")
     required = {"model": _unused, "optimizer": _unused, "step": _unused, "dataset": None, "batch_size": 1}
-    return _order({**required, **options})
+    order = _order({**required, **options})
+    every = order.config.checkpoint_every
+    if every is not None and every < 1:
+        raise ConfigError(
+            f"checkpoint_every must be a whole number of epochs in a loop of your own, got {every:g}",
+            hint="pass checkpoint_every=1",
+        )
+    return order
 
 
 def _unused(*arguments: Any) -> Any:

@@ -22,13 +22,14 @@ from outrider.api.preparing import sort_out
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.drawer import Collate
 from outrider.errors import ConfigError
+from outrider.runtime.evaluation import EvaluateAll
 from outrider.runtime.feeds import Source
 from outrider.runtime.folder import RunFolder, new_folder, save_model
 from outrider.runtime.messages import Link, as_ours
 from outrider.runtime.metrics import EpochMetrics
 from outrider.runtime.record import close_record
 from outrider.runtime.script import cast
-from outrider.runtime.session import EvaluateAll, SessionRun, new_run_dir
+from outrider.runtime.session import SessionRun, new_run_dir
 from outrider.runtime.world import Choice, World, choose_backend
 
 EVALUATION_BATCH_SIZE = 256
@@ -179,6 +180,7 @@ class Session:
             raise ConfigError("prepare() was called before", hint="hand all models and optimizers to one call")
         sorted_out = sort_out(things)
         run.prepare(sorted_out.models, sorted_out.optimizers, sorted_out.schedulers)
+        self._num_passes = run.first_epoch
         return things
 
     @property
@@ -197,8 +199,10 @@ class Session:
     # The loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Count epochs; metrics of all ranks are gathered at the end of each."""
-        for epoch in range(count):
+        """Count epochs, from the checkpoint on with `resume`; metrics of all ranks are gathered at the end of each."""
+        if self._order.config.resume is not None:
+            self._replica_needed("epochs")
+        for epoch in range(self._joined().begin_count(count), count):
             self._settle()
             self._end_epoch()
             self._epoch = epoch

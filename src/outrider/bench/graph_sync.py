@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.api.handle import StartedRun
-from outrider.api.options import Order, SessionOptions
+from outrider.api.options import Order, SessionOptions, make_session_order
 from outrider.api.session import Session
 from outrider.api.setup import setup
 from outrider.machine.devices import cuda_devices, resolve_devices
@@ -36,6 +36,7 @@ def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = la
     specs = resolve_devices(config.devices, cuda_devices=cuda_devices()).devices
     backend = choose_backend(config.backend, specs).backend
     devices = tuple(str(spec) for spec in specs)
+    session_options = _session_options(order)
     options = recipes.settings(order.recipe) | configs.settings(config)
     folder = RunFolder(config.run_dir)
     folder.create()
@@ -44,7 +45,7 @@ def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = la
     )
     ranks = launch(
         run_loop,
-        {"recipe": order.recipe, "options": _session_options(order), "run_dir": config.run_dir},
+        {"recipe": order.recipe, "options": session_options, "run_dir": config.run_dir},
         devices=specs,
         log_dir=folder.path,
         port=config.port,
@@ -55,9 +56,11 @@ def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = la
 
 
 def _session_options(order: Order) -> dict[str, Any]:
-    """What a session takes of the order; the data's options go to its loop."""
+    """What a session takes of the order, checked before any process starts; the data's options go to its loop."""
     given = recipes.plain(order.recipe) | configs.plain(order.config)
-    return {name: value for name, value in given.items() if name in SessionOptions.__annotations__}
+    options = {name: value for name, value in given.items() if name in SessionOptions.__annotations__}
+    make_session_order(options)
+    return options
 
 
 def run_loop(link: Link, *, recipe: Recipe, options: dict[str, Any], run_dir: Path) -> None:
@@ -76,10 +79,12 @@ def run_loop(link: Link, *, recipe: Recipe, options: dict[str, Any], run_dir: Pa
 
 
 def _told_epochs(session: Session, count: int, link: Link) -> Iterator[int]:
-    """Count epochs as the session does; an epoch's metrics are there once the next one was asked for."""
+    """Count epochs as the session does; an epoch's metrics are there once the next one was asked for.
+
+    There are none before the first epoch, also where that goes on from a checkpoint.
+    """
     for epoch in session.epochs(count):
-        if epoch > 0:
-            _tell(session, link)
+        _tell(session, link)
         yield epoch
     _tell(session, link)
 

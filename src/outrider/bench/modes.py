@@ -31,6 +31,7 @@ BACKENDS = ("cpu", "nccl")
 INDEPENDENT = "independent"
 GRAPH_SYNC = "graph-sync"
 DDP = "ddp"
+JOINING_PEERS = (DDP, "dp")
 
 Starter = Callable[..., Run]
 """Starts what was ordered: `starter(order, on_message=...)`."""
@@ -61,9 +62,14 @@ class Mode:
         return self.policy != INDEPENDENT or self.solo_rank is not None
 
     @property
+    def joins_batches(self) -> bool:
+        """Whether one step takes a batch of every rank; `balanced` shares one, all others step each on their own."""
+        return self.policy == "sync" and (self.peer is None or self.peer in JOINING_PEERS)
+
+    @property
     def can_resume(self) -> bool:
-        """Peers and a user's own loop keep no checkpoints."""
-        return self.peer is None and self.name != GRAPH_SYNC
+        """Peers keep no checkpoints."""
+        return self.peer is None
 
 
 def parse_mode(name: str, *, num_devices: int) -> Mode:
@@ -164,6 +170,8 @@ def make_mode_order(
         "devices": [str(spec) for spec in devices],
         "run_dir": run_dir,
     }
+    if task.rate_follows_batch and mode.joins_batches:
+        options["lr_scale"] = float(len(devices))
     options |= settings or {}
     if mode.solo_rank is not None:
         options["devices"] = [str(devices[mode.solo_rank])]

@@ -43,6 +43,8 @@ class Task:
     scheduler: SchedulerFactory | None = None
     augment: AugmentFunction | None = None
     max_grad_norm: float | None = None
+    rate_follows_batch: bool = False
+    """Where a step takes the batches of N ranks, its learning rate is N times as large (Goyal et al. 2017)."""
     metric: Literal["accuracy", "mse", "loss"] = "accuracy"
     """What `evaluate` gives."""
     larger_is_better: bool = True

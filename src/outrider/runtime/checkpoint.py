@@ -1,7 +1,8 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped.
 
 Decides what is in one: the model (shared), each rank's optimizer, schedule, random state and outer velocity, and the
-planner, split and position (shared). Taken between segments, when all ranks stand at the same point.
+planner, split and position (shared). Taken between segments, when all ranks stand at the same point; in a user's own
+loop between epochs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from outrider.errors import ConfigError, DataError
+from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.recipe import Recipe
 from outrider.runtime.folder import RunFolder, make_folder, save_model, write_text, write_whole
 
@@ -43,6 +46,16 @@ class Progress:
 def identity(recipe: Recipe) -> dict[str, Any]:
     """The settings that decide which samples and steps come next."""
     return {"seed": recipe.seed, "batch_size": recipe.batch_size, "policy": recipe.policy}
+
+
+def loop_identity(replica: LoopReplica) -> dict[str, Any]:
+    """The same for a user's own loop, whose batches are the user's business."""
+    return {
+        "seed": replica.recipe.seed,
+        "policy": replica.recipe.policy,
+        "optimizers": [type(optimizer).__name__ for optimizer in replica.optimizers],
+        "schedulers": [type(scheduler).__name__ for scheduler in replica.schedulers],
+    }
 
 
 def save(
@@ -127,6 +140,43 @@ def load_rank(path: Path, rank: int) -> dict[str, Any]:
     with _readable(file):
         state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
+
+
+def loop_state(replica: LoopReplica) -> dict[str, Any]:
+    """What a rank alone knows where the user takes the steps: optimizers, schedules, random state, steps."""
+    state: dict[str, Any] = {
+        "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
+        "schedulers": [_schedule_state(scheduler) for scheduler in replica.schedulers],
+        "ticks": replica.ticks,
+        "steps": replica.steps,
+        "rate_factor": replica.rate_factor,
+        "random": torch.get_rng_state(),
+    }
+    if replica.device.type == "cuda":
+        state["cuda_random"] = torch.cuda.get_rng_state(replica.device)
+    return state
+
+
+def restore_loop(replica: LoopReplica, state: dict[str, Any]) -> None:
+    """All but the random state: the user may draw before the loop goes on."""
+    for optimizer, saved in zip(replica.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(replica.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    replica.ticks, replica.steps = state["ticks"], state["steps"]
+    replica.rate_factor = state["rate_factor"]
+
+
+def restore_random(device: torch.device, state: dict[str, Any]) -> None:
+    """Draw what the run that stopped would have drawn next."""
+    torch.set_rng_state(state["random"])
+    if "cuda_random" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda_random"], device)
+
+
+def _schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
+    # What refuses steps of the user's while the session moves the schedule is a function, and none of its state.
+    return {name: value for name, value in scheduler.state_dict().items() if name != "step"}
 
 
 @contextmanager

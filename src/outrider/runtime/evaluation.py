@@ -6,15 +6,22 @@ Decides the size of an evaluation batch; the numbers are combined with the epoch
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
 
 from outrider.core.effects import Lease, Take
 from outrider.data.feed import Feed
-from outrider.data.leases import OpenLeases
+from outrider.data.leases import Leases, OpenLeases
 from outrider.data.order import in_order
 from outrider.replica.replica import Replica
 
 BATCHES_PER_LEASE = 4
+EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
+"""Of a user's own loop: gets the model, or all of them where there are several, and a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +58,25 @@ class Evaluation:
                 total += self._replica.evaluate(self._feed.fetch(batch)) * batch.count
                 samples += batch.count
         return Evaluated(total=total, samples=samples, seconds=time.perf_counter() - started_s)
+
+
+@torch.no_grad()
+def evaluate_all(
+    function: EvaluateAll, models: Sequence[nn.Module], feed: Feed, leases: Leases, *, batch_size: int, share: float
+) -> Evaluated:
+    """This rank's part of an evaluation in a user's own loop; the modules go back to the modes they were in."""
+    # Module by module: a layer that the user froze in evaluation mode stays there.
+    were_training = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    total, samples = 0.0, 0
+    try:
+        while (lease := leases.take(Take(BATCHES_PER_LEASE * batch_size, share=share))) is not None:
+            for batch in lease.batches(batch_size):
+                value = function(models[0] if len(models) == 1 else models, feed.fetch(batch))
+                total += float(value) * batch.count
+                samples += batch.count
+    finally:
+        for module, was_training in were_training:
+            module.training = was_training
+    return Evaluated(total=total, samples=samples)

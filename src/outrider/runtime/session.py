@@ -7,7 +7,7 @@ front door; batches and steps are the user loop's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from outrider.core.effects import Lease, Seat, Take
+from outrider.core.effects import Lease, Seat
 from outrider.core.planner import Planner
 from outrider.core.policies import open_policy
 from outrider.core.schedule import ScheduleRecorder
@@ -25,17 +25,19 @@ from outrider.core.split import Splitter
 from outrider.data.feed import Feed
 from outrider.data.leases import Leases, LocalLeases
 from outrider.data.order import in_order, shuffled
+from outrider.errors import ConfigError
 from outrider.replica import recipe as recipes
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.recipe import Recipe
+from outrider.runtime import checkpoint
 from outrider.runtime import config as configs
 from outrider.runtime.averages import make_averages
 from outrider.runtime.books import Books, open_leases
 from outrider.runtime.config import RunConfig
 from outrider.runtime.driver import Driver
-from outrider.runtime.evaluation import BATCHES_PER_LEASE, Evaluated
+from outrider.runtime.evaluation import EvaluateAll, Evaluated, evaluate_all
 from outrider.runtime.feeds import Feeds, Source
-from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
+from outrider.runtime.folder import SCHEMA_VERSION, RunFolder, load_into
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics, as_json
 from outrider.runtime.rank import check_num_samples
@@ -44,8 +46,6 @@ from outrider.runtime.throttle import Throttle
 from outrider.runtime.user_loop import UserLoop
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
-
-EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
 
 
 class SessionRun:
@@ -71,6 +71,14 @@ class SessionRun:
         self.replica: LoopReplica | None = None
         self.num_samples = 0
         self.is_recorded = False
+        self.first_epoch = 0
+        """Those before it are in the checkpoint that this run goes on from."""
+        self._has_counted = False
+        self._windows = 0
+        self._rhythm: list[tuple[int, int]] = []
+        """The batch sizes that schedules ticked by, each with the world's samples from which on."""
+        self._rank_state: dict[str, Any] | None = None
+        """As the checkpoint has it, until random numbers go on."""
         self._planners: dict[int, Planner] = {}
         self._feeds = Feeds(device=world.device, seed=recipe.seed)
         self._consumed = self._reached = 0
@@ -90,6 +98,8 @@ class SessionRun:
     ) -> None:
         """Make the user's models this rank's replica; all ranks leave with rank 0's parameters."""
         world = self.world
+        if world.rank == 0:
+            checkpoint.refuse_strangers(self.folder, resume=self.config.resume)
         self.replica = LoopReplica(
             self.recipe,
             models=models,
@@ -100,7 +110,9 @@ class SessionRun:
             name=str(world.spec),
         )
         self.averages = make_averages(self.replica, world, backend=self.backend, verify=self.config.verify)
+        average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
         self.averages.start_from_rank_zero()
+        self.averages.restore(average_state)
         # Rank 0 draws as a plain loop would; the others need their own dropout.
         if world.rank > 0:
             torch.manual_seed(self.recipe.seed * 1_000_003 + world.rank)
@@ -116,6 +128,7 @@ class SessionRun:
             stop_requested=lambda: self.loop.is_leaving or self.link.stop_requested.is_set(),
             on_step=lambda: None,
         )
+        self.driver.windows = self._windows
         self.loop = UserLoop(self.driver, self.replica)
         self.books = Books(self.driver, self.replica, self.world)
         self.recorder.event("ready", device=str(self.world.spec), feed=feed.reason)
@@ -148,6 +161,9 @@ class SessionRun:
             self._drive(feed)
         self.driver.feed = feed
         feed.start_epoch(self._order(source, epoch), epoch)
+        self._draw_on()
+        if not self._rhythm or self._rhythm[-1][0] != source.batch_size:
+            self._rhythm.append((source.batch_size, self._consumed))
         self.driver.schedule = ScheduleRecorder() if self.config.record_schedule else None
         self._meet(epoch)
         span = Lease(0, feed.num_samples)
@@ -184,16 +200,19 @@ class SessionRun:
 
     def _policy(self, batch_size: int, span: Lease) -> Any:
         world = self.world
-        if batch_size not in self._planners:
-            self._planners[batch_size] = Planner(self.recipe.planner_config(world.size, batch_size=batch_size))
         return open_policy(
             self.recipe.policy,
             Seat(world.rank, world.size, batch_size),
             span,
-            planner=self._planners[batch_size],
+            planner=self._planner(batch_size),
             splitter=self.splitter,
             max_overshoot=self.recipe.max_overshoot,
         )
+
+    def _planner(self, batch_size: int) -> Planner:
+        if batch_size not in self._planners:
+            self._planners[batch_size] = Planner(self.recipe.planner_config(self.world.size, batch_size=batch_size))
+        return self._planners[batch_size]
 
     def _order(self, source: Source, epoch: int) -> torch.Tensor:
         if not source.shuffle:
@@ -207,7 +226,8 @@ class SessionRun:
         is_first = self._first_pass_s is None
         self.recorder.wait("startup" if is_first else "epoch boundary", time.perf_counter() - started_s)
         if self._first_pass_s is None:
-            self._first_pass_s = time.perf_counter()
+            before_s = self.history[-1]["wall_s"] if self.history else 0.0
+            self._first_pass_s = time.perf_counter() - before_s
         self.recorder.event("epoch start", epoch=epoch)
 
     # Evaluation
@@ -237,25 +257,10 @@ class SessionRun:
         feed.start_epoch(in_order(feed.num_samples), 0)
         return feed
 
-    @torch.no_grad()
     def _evaluate(self, function: EvaluateAll, source: Source, leases: Leases, *, share: float) -> Evaluated:
         assert self.replica is not None
         feed = self._feeds.for_evaluation(source)
-        models = self.replica.models
-        # Module by module: a layer that the user froze in evaluation mode stays there.
-        were_training = [(module, module.training) for module in self.replica.model.modules()]
-        self.replica.model.eval()
-        total, samples = 0.0, 0
-        try:
-            while (lease := leases.take(Take(BATCHES_PER_LEASE * source.batch_size, share=share))) is not None:
-                for batch in lease.batches(source.batch_size):
-                    value = function(models[0] if len(models) == 1 else models, feed.fetch(batch))
-                    total += float(value) * batch.count
-                    samples += batch.count
-        finally:
-            for module, was_training in were_training:
-                module.training = was_training
-        return Evaluated(total=total, samples=samples)
+        return evaluate_all(function, self.replica.models, feed, leases, batch_size=source.batch_size, share=share)
 
     def _count_evaluation(self, evaluated: Evaluated, started_s: float) -> None:
         elapsed_s = time.perf_counter() - started_s
@@ -284,13 +289,17 @@ class SessionRun:
         self.history.append(as_json(metrics))
         self.books.open()
         self._evaluated, self._trained_s, self._is_complete = Evaluated(), 0.0, True
+        every = self.config.checkpoint_every
+        if every is not None and (epoch + 1) % round(every) == 0:
+            self._save_checkpoint(epoch + 1)
         if self.world.rank == 0:
             write_record(self.folder, self, status="running")
         return metrics
 
     def finish(self) -> None:
         """Leave the record and the merged timeline behind; all ranks call this."""
-        if not self.is_recorded:
+        # A run that goes on from its very end makes no pass, but comes to its end only now.
+        if not self.is_recorded and not (self.first_epoch and self._has_counted):
             return
         timelines = self.world.exchange_json(self.recorder.events, name="timelines")
         schedules = self.world.exchange_json(self.schedules, name="schedules") if self.config.record_schedule else None
@@ -299,6 +308,79 @@ class SessionRun:
             if schedules is not None:
                 write_schedule(self.folder, schedules)
             write_record(self.folder, self, status="finished")
+
+    # Going on where another sitting stopped
+
+    def begin_count(self, count: int) -> int:
+        """The first of so many epochs: the one after the checkpoint, where the run goes on from one."""
+        keeps_place = self.config.resume is not None or self.config.checkpoint_every is not None
+        if keeps_place and self._has_counted:
+            raise ConfigError(
+                "epochs() was called before, and a checkpoint keeps the place in one loop over epochs",
+                hint="make it one loop, or leave checkpoint_every and resume out",
+            )
+        if self.first_epoch > count:
+            raise ConfigError(
+                f"epochs({count}) ends before the checkpoint, which stands at epoch {self.first_epoch}",
+                hint=f"pass {self.first_epoch} or more, or leave resume out to begin anew",
+            )
+        self._has_counted = True
+        self._draw_on()
+        return self.first_epoch
+
+    def _draw_on(self) -> None:
+        """Random numbers go on only now: what the user drew to get here is no part of the run."""
+        if self._rank_state is not None:
+            checkpoint.restore_random(self.world.device, self._rank_state)
+            self._rank_state = None
+
+    def _save_checkpoint(self, epoch: int) -> None:
+        """All ranks call this, between two epochs."""
+        assert self.replica is not None
+        progress = checkpoint.Progress(
+            epoch=epoch,
+            position=0,
+            windows=self.driver.windows,
+            train_s=self._train_s,
+            planner={str(batch_size): planner.state() for batch_size, planner in self._planners.items()},
+            splitter=self.splitter.state(),
+            epochs=self.history,
+            identity=checkpoint.loop_identity(self.replica),
+        )
+        state = checkpoint.loop_state(self.replica) | {
+            "average": self.averages.state(),
+            "consumed": self._consumed,
+            "rhythm": self._rhythm,
+            "num_samples": self.num_samples,
+        }
+        checkpoint.save(
+            self.folder, progress, rank=self.world.rank, model=self.replica.model.state_dict(), rank_state=state
+        )
+        self.world.barrier("all ranks' parts of a checkpoint", timeout_s=self.config.timeout_s)
+        if self.world.rank == 0:
+            path = checkpoint.commit(self.folder, progress)
+            self.recorder.event("checkpoint", epoch=epoch, position=0, path=path.name)
+
+    def _resume(self, path: Path) -> dict[str, Any] | None:
+        """Go back to where the checkpoint was taken; returns what the averages need once they have begun."""
+        assert self.replica is not None
+        progress = checkpoint.load_progress(path, identity=checkpoint.loop_identity(self.replica))
+        load_into(self.replica.model, path / "model.safetensors")
+        state = self._rank_state = checkpoint.load_rank(path, self.world.rank)
+        checkpoint.restore_loop(self.replica, state)
+        self._consumed, self._rhythm, self.num_samples = state["consumed"], state["rhythm"], state["num_samples"]
+        for batch_size, since in self._rhythm:
+            self.replica.tick_every(batch_size, since=since)
+        if len(progress.splitter["models"]) == self.world.size:
+            self.splitter.restore(progress.splitter)
+            for key, planner in progress.planner.items():
+                self._planner(int(key)).restore(planner)
+        self._windows, self._train_s = progress.windows, progress.train_s
+        self.first_epoch, self.history = progress.epoch, list(progress.epochs)
+        if self.world.rank == 0:
+            self.recorder.event("resume", epoch=progress.epoch, position=0, path=path.name)
+        average_state: dict[str, Any] | None = state["average"]
+        return average_state
 
     def close(self) -> None:
         """Let go of the user's objects and of what runs beside the rank."""
