@@ -181,6 +181,24 @@ def test_the_outer_step_moves_further_along_the_average() -> None:
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_is_evaluated_and_handed_out_is_the_average_and_not_what_lies_ahead_of_it(policy: str) -> None:
+    outer = Outer(kind="nesterov", momentum=0.5)
+    evaluated = recipe(policy=policy, outer=outer, epochs=2, evaluate=sum_of_parameters, eval_dataset=data())
+    run = train(evaluated, Bench(speeds=(1.0, 0.4)))
+    model, exchange = run.work.replicas[0].model, run.work.exchanges[0]
+    at_end = sum_of_parameters(model, None)
+    velocity = sum(part.sum().item() for part in exchange.state_dict()["velocity"].values())
+    assert run.points[-1].eval == pytest.approx(at_end)
+    assert abs(velocity) > 1e-3
+    run.work.step_ahead()
+    assert sum_of_parameters(model, None) == pytest.approx(at_end + 0.5 * velocity, abs=1e-5)
+
+
+def sum_of_parameters(model: nn.Module, batch: object) -> float:
+    return sum(parameter.sum().item() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_averaged_optimizer_state_is_the_same_on_all_ranks(policy: str) -> None:
     run = train(recipe(policy=policy, average_optimizer=True, epochs=2), Bench(speeds=(1.0, 0.4)))
     first, second = (replica.optimizer.state_dict()["state"] for replica in run.work.replicas)

@@ -56,6 +56,8 @@ class Exchange:
         self._tail = Tail(rank=rank, world_size=world_size, num_values=NUM_OWN + num_facts)
         self._counters = Counters(arena, device=self.device)
         self._recent_samples = torch.zeros(world_size, dtype=torch.float64, device=self.device)
+        self._ahead = torch.zeros((), dtype=torch.float64, device=self.device)
+        """How much of its velocity the common point is ahead of the average."""
         self._allocate()
         self.reset_ref()
 
@@ -177,6 +179,20 @@ class Exchange:
             part.add_correction()
         self._counters.correct()
 
+    def step_back(self) -> None:
+        """From the outer step's look-ahead to the average itself; no average may be on its way."""
+        self._shift(-self._ahead)
+
+    def step_ahead(self) -> None:
+        """Where training goes on after `step_back`."""
+        self._shift(self._ahead)
+
+    @torch.no_grad()
+    def _shift(self, part: Tensor) -> None:
+        self.arena.reclaim()
+        for wire in self.parts:
+            wire.shift(part)
+
     def state_dict(self) -> dict[str, Any]:
         """Common point, with that of attached optimizer state, outer velocity, and the samples that tell the shares."""
         return {
@@ -188,6 +204,7 @@ class Exchange:
                 if part.velocity is not None
             },
             "recent_samples": self._recent_samples.to("cpu", copy=True),
+            "ahead": self._ahead.item(),
         }
 
     @torch.no_grad()
@@ -207,6 +224,8 @@ class Exchange:
                 part.velocity.copy_(state["velocity"][dtype])
         if state["recent_samples"].numel() == self.world_size:
             self._recent_samples.copy_(state["recent_samples"])
+        # Checkpoints that know nothing of it were taken ahead.
+        self._ahead.fill_(state.get("ahead", 0.0))
 
     def _allocate(self) -> None:
         plans = plan_wires(self.arena, self._optimizer)
@@ -244,6 +263,8 @@ class Exchange:
         share = self._recent_samples / self._recent_samples.sum().clamp(min=1e-9)
         concentration = share.square().sum()
         self._report[self._tail.num_slots].copy_(concentration)
+        # Without samples nothing moves, and what was ahead stays so.
+        self._ahead.mul_(1.0 - is_moving).add_(is_moving * self._outer.look_ahead(concentration))
         parts = torch.split(self._report[self._tail.num_slots + 1 :], NUM_PARTS)
         for part, own in zip(self.parts, parts, strict=True):
             part.apply(

@@ -56,6 +56,17 @@ class Outer:
     def has_velocity(self) -> bool:
         return self.kind != "none"
 
+    def look_ahead(self, concentration: float | Tensor) -> float | Tensor:
+        """How much of the velocity the common point is ahead of where the ranks' displacement has brought it.
+
+        Nesterov's step goes on before anybody trained there. That is where training goes on, but no place to evaluate:
+        the mean of replicas is better than each of them, and what lies ahead of it is not (docs/log.md).
+        """
+        return self.lr * self._momentum(concentration) if self.kind == "nesterov" else 0.0
+
+    def _momentum(self, concentration: float | Tensor) -> float | Tensor:
+        return 1.0 - concentration if self.momentum == "auto" else self.momentum
+
     def step(
         self,
         ref_params: Tensor,
@@ -74,11 +85,11 @@ class Outer:
         if velocity is None:
             ref_params.add_(mean_delta)
             return
-        momentum = 1.0 - concentration if self.momentum == "auto" else self.momentum
+        momentum = self._momentum(concentration)
         velocity.mul_(momentum + (1.0 - momentum) * (1.0 - is_moving)).add_(mean_delta)
         if self.kind == "nesterov":
             ref_params.add_(mean_delta.mul_(self.lr))
-        push = self.lr * momentum if self.kind == "nesterov" else self.lr
+        push = self.look_ahead(concentration) if self.kind == "nesterov" else self.lr
         torch.mul(velocity, _scalar(push * is_moving, velocity), out=mean_delta)
         ref_params.add_(mean_delta)
 

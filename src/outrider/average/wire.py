@@ -237,6 +237,18 @@ class Wire:
         for section in self.plan.nonnegative:
             section.of(self.ref).clamp_(min=0.0)
 
+    def shift(self, part: Tensor) -> None:
+        """Move the common point, and the arenas with it, by a part of the velocity."""
+        if self.velocity is None:
+            return
+        push = torch.mul(self.velocity, part, out=self.correction[self.parameters])
+        self.ref[self.parameters].add_(push)
+        if self._bridge is not None:
+            push = self._bridge[self.parameters].copy_(push)
+        for section in self.plan.sections:
+            own = push[section.start : section.stop]
+            section.source[: own.numel()].add_(own)
+
     def apply_alone(self) -> None:
         """In a world of one the snapshot is the mean, to the last bit."""
         self.ref.copy_(self.snapshot)

@@ -143,7 +143,9 @@ class _Lab:
             on_effect=self._keep_decision,
             on_report=self._keep_drift,
         )
+        self.work.step_ahead()
         engine.run()
+        self.work.step_back()
         self.windows = engine.windows
         self._meet_clocks()
         self.points.append(self._point(epoch * self.num_samples + span.stop))

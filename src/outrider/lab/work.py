@@ -105,6 +105,16 @@ class ReplicaWork:
             self.exchanges[rank].correct()
             self._took_in(rank)
 
+    def step_back(self) -> None:
+        if self.size > 1:
+            for exchange in self.exchanges:
+                exchange.step_back()
+
+    def step_ahead(self) -> None:
+        if self.size > 1:
+            for exchange in self.exchanges:
+                exchange.step_ahead()
+
     def merge(self, samples: Sequence[int]) -> None:
         for rank in range(self.size):
             self.snapshot(rank)

@@ -47,6 +47,8 @@ class Averages(Protocol):
     def load(self) -> Settled: ...
     def correct(self) -> Settled: ...
     def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled: ...
+    def step_ahead(self) -> None: ...
+    def step_back(self) -> None: ...
     def wait_for_device(self) -> None: ...
     def state(self) -> dict[str, Any] | None: ...
     def restore(self, state: dict[str, Any] | None) -> None: ...
@@ -96,6 +98,10 @@ class SoloAverages:
 
     def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
         return self.average(samples, facts)
+
+    def step_ahead(self) -> None: ...
+
+    def step_back(self) -> None: ...
 
     def wait_for_device(self) -> None:
         _wait_for(self._device)
@@ -216,6 +222,18 @@ class GroupAverages:
             total_samples=round(sum(row[0] for row in relayed.facts)),
             total_ms=relayed.ms,
         )
+
+    def step_ahead(self) -> None:
+        """From the average to where training goes on."""
+        self.wait_for_device()
+        self._exchange.step_ahead()
+        self.wait_for_device()
+
+    def step_back(self) -> None:
+        """To the average: what is evaluated, saved and handed out is the mean of the ranks, and nothing beyond."""
+        self.wait_for_device()
+        self._exchange.step_back()
+        self.wait_for_device()
 
     def _saw(self, settled: Settled) -> Settled:
         self._replica.saw_ranks(settled.effective_ranks)

@@ -133,12 +133,14 @@ class Driver:
         """Do all of a segment but its steps: those are yielded for the caller to do, who sends back a report."""
         self._leases = leases
         self.epoch_base = epoch_base
+        self.averages.step_ahead()
         result: Any = None
         while True:
             try:
                 effect: Effect = policy.send(result)
             except StopIteration:
                 self.window_log.end()
+                self.averages.step_back()
                 return
             result = (yield effect) if isinstance(effect, Step | SharedStep) else self._handlers[type(effect)](effect)
             if self.schedule is not None:
