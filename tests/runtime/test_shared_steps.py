@@ -18,6 +18,7 @@ from outrider.replica.replica import Replica
 from outrider.runtime.averages import SoloAverages
 from outrider.runtime.clock import Measured
 from outrider.runtime.driver import Driver
+from outrider.runtime.stepper import Stepper
 from outrider.runtime.throttle import Throttle
 from outrider.timeline.recorder import Recorder
 
@@ -70,12 +71,13 @@ def three_steps(reports: list[Report]) -> Iterator[SharedStep]:
 def run(driver: Driver, policy: Callable[[list[Report]], Any] = three_steps) -> list[Report]:
     reports: list[Report] = []
     driver.feed.start_epoch(torch.arange(12), 0)
-    driver.run(policy(reports), leases=LocalLeases(Lease(0, 12), batch_size=4), epoch_base=0)
+    assert isinstance(driver.replica, Replica)
+    Stepper(driver, driver.replica).run(policy(reports), leases=LocalLeases(Lease(0, 12), batch_size=4), epoch_base=0)
     return reports
 
 
 def test_a_device_tells_of_a_shared_step_with_the_next_one(driver: Driver) -> None:
-    driver._shared_clock = ToldClock()
+    driver.shared_clock = ToldClock()
     facts = [report.ranks[0] for report in run(driver)]
     assert [one.samples for one in facts] == [0, 4, 4]
     # The first step is a warm-up whose time is not told.
@@ -84,7 +86,7 @@ def test_a_device_tells_of_a_shared_step_with_the_next_one(driver: Driver) -> No
 
 
 def test_the_samples_of_every_step_are_accounted_for_at_once(driver: Driver) -> None:
-    driver._shared_clock = ToldClock()
+    driver.shared_clock = ToldClock()
     run(driver)
     assert (driver.reached, driver.samples, driver.replica.steps) == (12, 12, 3)
 
@@ -97,14 +99,14 @@ def shared_then_alone(reports: list[Report]) -> Iterator[SharedStep | Step | Han
 
 
 def test_a_shared_step_that_is_told_when_one_rank_has_worked_alone_counts_once(driver: Driver) -> None:
-    driver._shared_clock = ToldClock()
+    driver.shared_clock = ToldClock()
     reports = run(driver, shared_then_alone)
     assert [report.ranks[0].samples for report in reports] == [0, 12]
     assert (driver.reached, driver.samples, driver.replica.steps) == (12, 12, 3)
 
 
 def test_every_step_is_marked_four_times(driver: Driver) -> None:
-    clock = driver._shared_clock = ToldClock()
+    clock = driver.shared_clock = ToldClock()
     run(driver)
     assert clock.num_marks == [4, 4, 4, 0]
 

@@ -1,6 +1,7 @@
-"""The real driver: does a policy's effects on one rank, with real steps and real averages.
+"""The real driver: does a policy's effects on one rank, with real averages, for whoever takes the steps.
 
-Decides nothing about the schedule; it measures, counts and records. One driver lives as long as its rank.
+Decides nothing about the schedule; it measures, counts and records. One driver lives as long as its rank. The stepper
+takes the steps of `train()`, a user's loop its own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from outrider.timeline.windows import WindowLog
 
 
 class Driver:
-    """Runs one segment after the other on this rank."""
+    """All of a segment but its steps, one segment after the other, on this rank."""
 
     def __init__(
         self,
@@ -68,11 +69,12 @@ class Driver:
         self.window = Window()
         self.clock: DeviceClock | None = None
         """Measures steps by events; not where a user's loop takes them."""
-        self._shared_clock: SharedClock | None = None
-        self._has_shared = False
+        self.shared_clock: SharedClock | None = None
+        self.has_shared = False
+        """Whether the last step on a device was a shared one."""
         if isinstance(replica, Replica) and replica.device.type == "cuda":
             self.clock = DeviceClock(replica.device)
-            self._shared_clock = SharedClock(replica.device)
+            self.shared_clock = SharedClock(replica.device)
         if replica.rank == 0:
             recorder.event("transport", value=averages.transport)
         self.window_log = WindowLog(recorder, slept_s=lambda: throttle.slept_s)
@@ -101,31 +103,6 @@ class Driver:
             Merge: self._merge,
             Note: self._note,
         }
-
-    def run(self, policy: Policy, *, leases: Leases, epoch_base: int) -> None:
-        """One segment of an epoch, to the end of the policy."""
-        replica = self.replica
-        assert isinstance(replica, Replica), "in a user's loop the user takes the steps"
-        steps = self.steps(policy, leases=leases, epoch_base=epoch_base)
-        report: Report | None = None
-        self._restart_clocks()
-        if replica.captured is not None:
-            replica.captured.wake()
-        with contextlib.suppress(StopIteration):
-            while True:
-                effect = steps.send(report)
-                if isinstance(effect, SharedStep) and self._shared_clock is not None:
-                    report = self._shared_step_on_device(replica, effect, self._shared_clock)
-                elif isinstance(effect, SharedStep):
-                    report = self._shared_step(replica, effect)
-                else:
-                    self._step(replica, effect)
-                    report = None
-        # A device may still be at the last steps.
-        self.averages.wait_for_device()
-        replica.check_loss()
-        if replica.captured is not None:
-            replica.captured.sleep()
 
     def steps(
         self, policy: Policy, *, leases: Leases, epoch_base: int
@@ -156,20 +133,11 @@ class Driver:
     def _expect(self, effect: Expect) -> None:
         self.feed.announce(effect.batches)
 
-    def fetch(self, batch: Batch) -> Any:
-        """The data of a batch; waiting for it is recorded."""
-        return self._fetch_by(self.feed.fetch, batch)
-
-    def _data_for(self, replica: Replica, batch: Batch) -> Any:
-        """A captured step unpacks its batch itself."""
-        if replica.captured is None:
-            return self.fetch(batch)
-        return self._fetch_by(lambda batch: parcel_of(self.feed, batch), batch)
-
-    def _fetch_by(self, fetch: Callable[[Batch], Any], batch: Batch) -> Any:
+    def fetch(self, batch: Batch, *, as_parcel: bool = False) -> Any:
+        """The data of a batch, or a parcel for a captured step to unpack; waiting for it is recorded."""
         started_s = time.perf_counter()
         try:
-            return fetch(batch)
+            return parcel_of(self.feed, batch) if as_parcel else self.feed.fetch(batch)
         except OutriderError as error:
             error.rank, error.step = self.replica.rank, self.replica.steps
             raise
@@ -178,70 +146,9 @@ class Driver:
 
     # Steps
 
-    def _step(self, replica: Replica, effect: Step) -> None:
-        if self._has_shared and self.clock is not None:
-            # Shared steps have a clock of their own.
-            self.clock.restart()
-            self._has_shared = False
-        started_s = time.perf_counter()
-        warm_ups = replica.num_warm_ups
-        with self.throttle:
-            data = self._data_for(replica, effect.batch)
-            replica.step(data, samples=effect.batch.count, at=self.epoch_base + effect.at)
-            if self.clock is not None:
-                self.clock.stepped(is_steady=replica.num_warm_ups == warm_ups)
-        self.stepped(effect.batch.count, time.perf_counter() - started_s)
-
-    def _shared_step(self, replica: Replica, effect: SharedStep) -> Report:
-        samples = effect.batch.count
-        started_s = time.perf_counter()
-        with self.throttle:
-            self._gradient(replica, effect.batch)
-        computed_s = time.perf_counter()
-        self.computed(samples, computed_s - started_s)
-        self.averages.average_gradients(samples, self.facts())
-        settled = self.averages.gradient_facts()
-        averaged_s = time.perf_counter()
-        with self.throttle:
-            replica.update(at=self.epoch_base + effect.at)
-        replica.watch_loss()
-        self.window.compute_s += time.perf_counter() - averaged_s
-        self.window.exposed_s = averaged_s - computed_s
-        return self.shared(samples, settled)
-
-    def _shared_step_on_device(self, replica: Replica, effect: SharedStep, clock: SharedClock) -> Report:
-        """The whole step is queued before anybody waits for it, so what it took is told with the next one."""
-        samples = effect.batch.count
-        warm_ups = replica.num_warm_ups
-        clock.mark()
-        self._gradient(replica, effect.batch)
-        clock.mark()
-        self.averages.average_gradients(samples, self.facts())
-        clock.mark()
-        replica.update(at=self.epoch_base + effect.at)
-        clock.mark()
-        settled = self.averages.gradient_facts()
-        measured = clock.measured()
-        replica.watch_loss()
-        # The first step warms the device up, and so does the first of a new shape.
-        is_steady = self._has_shared and replica.num_warm_ups == warm_ups
-        self.window.stepped(samples=samples, seconds=measured.compute_s, is_steady=is_steady)
-        self.window_log.stepped(samples=samples, seconds=measured.compute_s)
-        self._has_shared = True
-        self.window.exposed_s = measured.exposed_s
-        return self.shared(samples, settled)
-
-    def _gradient(self, replica: Replica, batch: Batch) -> None:
-        if not batch.count:
-            replica.no_gradient()
-            return
-        data = self._data_for(replica, batch)
-        with self.averages.overlapped(batch.count):
-            replica.gradient(data, samples=batch.count)
-
-    def computed(self, samples: int, seconds: float) -> None:
-        """A gradient, or a whole local step, took this long."""
-        self.window.stepped(samples=samples, seconds=seconds)
+    def computed(self, samples: int, seconds: float, *, is_steady: bool = True) -> None:
+        """A gradient, or a whole local step, took this long; only steady ones tell a rank's pace."""
+        self.window.stepped(samples=samples, seconds=seconds, is_steady=is_steady)
         self.window_log.stepped(samples=samples, seconds=seconds)
 
     def shared(self, samples: int, settled: Settled) -> Report:
@@ -313,8 +220,8 @@ class Driver:
         self.window.exposed_s = elapsed_s - rested_s
         self.account.wait_s += rested_s
         self.recorder.wait("rest", rested_s)
-        self._has_shared = False
-        self._restart_clocks()
+        self.has_shared = False
+        self.restart_clocks()
         report = self._report(settled, is_blocking=True)
         if is_source:
             self._record_average(report, elapsed_s)
@@ -379,9 +286,9 @@ class Driver:
         yield
         self.window.exposed_s += time.perf_counter() - started_s
 
-    def _restart_clocks(self) -> None:
+    def restart_clocks(self) -> None:
         """What comes next follows on no step: time begins anew."""
-        for clock in (self.clock, self._shared_clock):
+        for clock in (self.clock, self.shared_clock):
             if clock is not None:
                 clock.restart()
 

@@ -37,6 +37,7 @@ from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics, as_json
 from outrider.runtime.record import commit, gpu_uuid, write_record, write_schedule, write_timeline
 from outrider.runtime.rehearse import agree_on_format, decide_execution
+from outrider.runtime.stepper import Stepper
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
@@ -124,6 +125,7 @@ class RankRun:
             stop_requested=self.link.stop_requested.is_set,
             on_step=self._tell_progress,
         )
+        self.stepper = Stepper(self.driver, self.replica)
         self.books = Books(self.driver, self.replica, world)
         self.evaluation = self._open_evaluation()
         average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
@@ -252,7 +254,7 @@ class RankRun:
         leases = open_leases(self.world, f"ledger/{epoch}/{span.start}", span, batch_size=self.recipe.batch_size)
         reached_before = self.driver.reached
         self.driver.schedule = ScheduleRecorder() if self.config.record_schedule else None
-        self.driver.run(policy, leases=leases, epoch_base=epoch * self.feed.num_samples)
+        self.stepper.run(policy, leases=leases, epoch_base=epoch * self.feed.num_samples)
         if self.driver.schedule is not None:
             self.schedules.append(self.driver.schedule.entries)
         is_whole = not self.driver.is_stopped or self.recipe.policy == "independent"

@@ -27,6 +27,7 @@ from outrider.replica.replica import Replica
 from outrider.runtime.averages import make_averages
 from outrider.runtime.driver import Driver
 from outrider.runtime.rehearse import decide_execution
+from outrider.runtime.stepper import Stepper
 from outrider.runtime.throttle import Throttle
 from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
@@ -121,7 +122,7 @@ class OutriderLoop:
         self._stopwatch = Stopwatch(world.device)
         feed, recorder = FixedFeed(batch), Recorder(world.rank, origin_s=time.time())
         decide_execution(replica, feed, recorder=recorder)
-        self._driver = Driver(
+        driver = Driver(
             replica=replica,
             feed=feed,
             averages=self._averages,
@@ -130,6 +131,7 @@ class OutriderLoop:
             stop_requested=lambda: False,
             on_step=self._stopwatch.lap,
         )
+        self._stepper = Stepper(driver, replica)
 
     def run(self, iterations: int) -> list[float]:
         world, recipe = self._world, self._recipe
@@ -146,7 +148,7 @@ class OutriderLoop:
         )
         leases = self._open_leases(span)
         self._stopwatch.start()
-        self._driver.run(policy, leases=leases, epoch_base=0)
+        self._stepper.run(policy, leases=leases, epoch_base=0)
         if recipe.policy not in SHARED_STEP_POLICIES:
             # The last average of a window comes after its last step; after shared steps there is only the epoch's end.
             self._stopwatch.extend_last()
