@@ -188,10 +188,10 @@ class Exchange:
         self._shift(self._ahead)
 
     @torch.no_grad()
-    def _shift(self, part: Tensor) -> None:
+    def _shift(self, fraction: Tensor) -> None:
         self.arena.reclaim()
-        for wire in self.parts:
-            wire.shift(part)
+        for part in self.parts:
+            part.shift(fraction)
 
     def state_dict(self) -> dict[str, Any]:
         """Common point, with that of attached optimizer state, outer velocity, and the samples that tell the shares."""

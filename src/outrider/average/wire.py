@@ -237,11 +237,11 @@ class Wire:
         for section in self.plan.nonnegative:
             section.of(self.ref).clamp_(min=0.0)
 
-    def shift(self, part: Tensor) -> None:
-        """Move the common point, and the arenas with it, by a part of the velocity."""
+    def shift(self, fraction: Tensor) -> None:
+        """Move the common point, and the arenas with it, by a fraction of the velocity."""
         if self.velocity is None:
             return
-        push = torch.mul(self.velocity, part, out=self.correction[self.parameters])
+        push = torch.mul(self.velocity, fraction, out=self.correction[self.parameters])
         self.ref[self.parameters].add_(push)
         if self._bridge is not None:
             push = self._bridge[self.parameters].copy_(push)

@@ -24,6 +24,7 @@ from outrider.replica.compensation import compensate
 from outrider.replica.compiled import CompiledStep
 from outrider.replica.logbook import Logbook, writing
 from outrider.replica.pieces import pieces
+from outrider.replica.randomness import random_state, restore_random
 from outrider.replica.rates import OptimizerForm
 from outrider.replica.recipe import Recipe, StepFunction
 from outrider.replica.tally import LossTally, refuse_bad
@@ -249,17 +250,13 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """What this rank alone knows: optimizer, schedule, random state, steps."""
-        state: dict[str, Any] = {
+        return random_state(self.device) | {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "ticks": self.ticks,
             "steps": self.steps,
             "rate_factor": self.rate_factor,
-            "random": torch.get_rng_state(),
         }
-        if self.device.type == "cuda":
-            state["cuda_random"] = torch.cuda.get_rng_state(self.device)
-        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         # A checkpoint may come from a rank whose device wanted another form of the same optimizer.
@@ -270,9 +267,7 @@ class Replica:
             self.scheduler.load_state_dict(state["scheduler"])
         self.ticks, self.steps = state["ticks"], state["steps"]
         self.rate_factor = state["rate_factor"]
-        torch.set_rng_state(state["random"])
-        if "cuda_random" in state and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_random"], self.device)
+        restore_random(self.device, state)
         self.forget_captures()
 
     def forget_captures(self) -> None:

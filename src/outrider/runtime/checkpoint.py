@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from outrider.errors import ConfigError, DataError
 from outrider.replica.loop_replica import LoopReplica
+from outrider.replica.randomness import random_state
 from outrider.replica.recipe import Recipe
 from outrider.runtime.folder import RunFolder, make_folder, save_model, write_text, write_whole
 
@@ -144,17 +145,13 @@ def load_rank(path: Path, rank: int) -> dict[str, Any]:
 
 def loop_state(replica: LoopReplica) -> dict[str, Any]:
     """What a rank alone knows where the user takes the steps: optimizers, schedules, random state, steps."""
-    state: dict[str, Any] = {
+    return random_state(replica.device) | {
         "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
         "schedulers": [_schedule_state(scheduler) for scheduler in replica.schedulers],
         "ticks": replica.ticks,
         "steps": replica.steps,
         "rate_factor": replica.rate_factor,
-        "random": torch.get_rng_state(),
     }
-    if replica.device.type == "cuda":
-        state["cuda_random"] = torch.cuda.get_rng_state(replica.device)
-    return state
 
 
 def restore_loop(replica: LoopReplica, state: dict[str, Any]) -> None:
@@ -165,13 +162,6 @@ def restore_loop(replica: LoopReplica, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(saved)
     replica.ticks, replica.steps = state["ticks"], state["steps"]
     replica.rate_factor = state["rate_factor"]
-
-
-def restore_random(device: torch.device, state: dict[str, Any]) -> None:
-    """Draw what the run that stopped would have drawn next."""
-    torch.set_rng_state(state["random"])
-    if "cuda_random" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda_random"], device)
 
 
 def _schedule_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from outrider.data.order import in_order, shuffled
 from outrider.errors import ConfigError
 from outrider.replica import recipe as recipes
 from outrider.replica.loop_replica import LoopReplica
+from outrider.replica.randomness import restore_random
 from outrider.replica.recipe import Recipe
 from outrider.runtime import checkpoint
 from outrider.runtime import config as configs
@@ -309,7 +310,7 @@ class SessionRun:
                 write_schedule(self.folder, schedules)
             write_record(self.folder, self, status="finished")
 
-    # Going on where another sitting stopped
+    # Going on from a checkpoint
 
     def begin_count(self, count: int) -> int:
         """The first of so many epochs: the one after the checkpoint, where the run goes on from one."""
@@ -331,7 +332,7 @@ class SessionRun:
     def _draw_on(self) -> None:
         """Random numbers go on only now: what the user drew to get here is no part of the run."""
         if self._rank_state is not None:
-            checkpoint.restore_random(self.world.device, self._rank_state)
+            restore_random(self.world.device, self._rank_state)
             self._rank_state = None
 
     def _save_checkpoint(self, epoch: int) -> None:
