@@ -323,6 +323,14 @@ def test_a_flow_in_a_users_own_loop_leaves_the_record_of_a_run(tmp_path: Path) -
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
+def test_a_flow_in_a_users_own_loop_has_the_precision_that_was_set(tmp_path: Path) -> None:
+    request = replace(REQUEST, models=("resnet20-graph",), modes=("graph-sync",), num_seeds=1, epochs=1, depth=8)
+    full = run_case(plan(request)[0], tmp_path / "full")
+    half = run_case(plan(replace(request, settings={"precision": "bf16"}))[0], tmp_path / "half")
+    assert full.epochs[0].loss == pytest.approx(half.epochs[0].loss, rel=0.02)
+    assert full.epochs[0].loss != half.epochs[0].loss
+
+
 def test_a_repetition_on_other_data_is_refused() -> None:
     case = replace(plan(REQUEST)[0].case, data_name="MNIST")
     with pytest.raises(ConfigError) as caught:

@@ -19,6 +19,7 @@ from outrider.api.setup import setup
 from outrider.machine.devices import cuda_devices, resolve_devices
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import Recipe
+from outrider.replica.tuning import autocast, to_channels_last
 from outrider.runtime import config as configs
 from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
 from outrider.runtime.launch import launch
@@ -68,12 +69,17 @@ def run_loop(link: Link, *, recipe: Recipe, options: dict[str, Any], run_dir: Pa
     take_part(link, run_dir=run_dir)
     torch.manual_seed(recipe.seed)
     graph = recipe.model if isinstance(recipe.model, torch.nn.Module) else recipe.model()
+    if recipe.memory_format == "channels_last":
+        to_channels_last(graph)
     with setup(graph, optimizer=recipe.optimizer, scheduler=recipe.scheduler, **options) as session:
         for _ in _told_epochs(session, recipe.epochs, link):
             for batch in session.batches(recipe.dataset, batch_size=recipe.batch_size, augment=recipe.augment):
-                session.step(recipe.step(graph, batch))
+                with autocast(recipe.precision, session.device):
+                    loss = recipe.step(graph, batch)
+                session.step(loss)
             if recipe.evaluate is not None:
-                session.evaluate_together(recipe.evaluate, recipe.eval_dataset)
+                with autocast(recipe.precision, session.device):
+                    session.evaluate_together(recipe.evaluate, recipe.eval_dataset)
         if session.is_main:
             RunFolder(run_dir).write_model(graph.state_dict())
 

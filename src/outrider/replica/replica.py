@@ -28,7 +28,7 @@ from outrider.replica.randomness import random_state, restore_random
 from outrider.replica.rates import OptimizerForm
 from outrider.replica.recipe import Recipe, StepFunction
 from outrider.replica.tally import LossTally, refuse_bad
-from outrider.replica.tuning import fuse_optimizer, set_tf32, to_channels_last
+from outrider.replica.tuning import autocast, fuse_optimizer, set_tf32, to_channels_last
 
 
 class Replica:
@@ -189,9 +189,7 @@ class Replica:
         return StepError(message, hint=hint, rank=self.rank, step=self.steps)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.recipe.precision == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        return autocast(self.recipe.precision, self.device)
 
     def check_loss(self) -> None:
         """Raise if a loss since the start was not finite; waits for a GPU."""

@@ -1,11 +1,12 @@
-"""What makes steps faster without changing what the user wrote: memory format, fused optimizers, TF32.
+"""What makes steps faster without changing what the user wrote: precision, memory format, fused optimizers, TF32.
 
-Decides whether the model runs in channels_last, by trying it; the other two are options with measured defaults
+Decides whether the model runs in channels_last, by trying it; the others are options with measured defaults
 (docs/log.md). Called when a replica is made, and by the rank before that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,13 @@ def _tried(replica: Replica, batch: Any) -> FormatChoice:
         lines = str(error).splitlines() or [""]
         return FormatChoice(value="contiguous", reason=f"the step does not bear channels_last: {lines[0]}")
     return FormatChoice(value="channels_last", reason="convolutions over images on tensor cores")
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In which the user's functions run."""
+    if precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 def to_channels_last(model: nn.Module) -> None:
