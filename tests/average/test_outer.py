@@ -49,6 +49,16 @@ def test_auto_travels_as_far_per_sample_as_one_rank_alone(make_world: Callable) 
     assert travelled == pytest.approx(0.4, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("shares", "momentum"), [((1.0,), 0.0), ((0.5, 0.5), 0.75), ((0.75, 0.25), 1 - 0.625**2), ((0.125,) * 8, 0.9)]
+)
+def test_bold_goes_on_further_up_to_a_limit(shares: tuple[float, ...], momentum: float) -> None:
+    concentration = sum(share**2 for share in shares)
+    outer = Outer(kind="nesterov", momentum="bold")
+    assert outer.look_ahead(concentration) == pytest.approx(momentum)
+    assert outer.look_ahead(torch.tensor(concentration)) == pytest.approx(momentum)
+
+
 def test_none_moves_to_the_mean() -> None:
     ref = torch.zeros(2)
     Outer().step(ref, torch.tensor([1.0, -2.0]), None)
@@ -82,10 +92,8 @@ def test_an_unknown_kind_names_the_nearest() -> None:
 def test_a_momentum_of_one_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Outer(kind="slowmo", momentum=1.0)
-    assert (
-        str(caught.value)
-        == 'outer momentum must be >= 0 and < 1, got 1.0\nhint: "auto" follows the ranks\' shares of the samples'
-    )
+    assert caught.value.message == "outer momentum must be >= 0 and < 1, got 1.0"
+    assert caught.value.hint == '"auto" and "bold" follow the ranks\' shares of the samples'
 
 
 def test_a_rate_of_zero_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The script that puts the records of many runs into one small file."""
+"""The script that puts the records of many runs into one small file, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from outrider.bench.suite.case import case_from_json, subject_from_json
+from outrider.bench.suite.runs import EpochRow, Measured, read_runs
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "records.py"
+CASE = {
+    "model": "mlp",
+    "seed": 0,
+    "epochs": 2,
+    "batch_size": 64,
+    "devices": ["cpu", "cpu@0.4"],
+    "data_name": "MNIST",
+    "max_samples": None,
+    "settings": {"precision": "bf16"},
+    "is_timed": False,
+}
+SUBJECT = {"metric": "accuracy", "larger_is_better": True, "is_stand_in": False, "target": None, "published": None}
 
 
 def write_record(folder: Path, *, mode: str, status: str = "finished", torch: str = "2.13.0") -> None:
@@ -18,6 +35,7 @@ def write_record(folder: Path, *, mode: str, status: str = "finished", torch: st
         "loss": 0.25,
         "seconds": 2.0,
         "train_s": 2.0,
+        "wall_s": 2.5,
         "share_by_rank": [0.75, 0.25],
         "averages": 3,
         "anchor": None,
@@ -34,8 +52,11 @@ def write_record(folder: Path, *, mode: str, status: str = "finished", torch: st
         "options": {"policy": mode},
         "epochs": [epoch, epoch | {"epoch": 1, "train_s": 4.0}],
         "totals": {"samples": 200, "eval": 0.912345678},
-        "idle": {"waits_s": [{"average": 0.5, "rest": 0.0}, {"average": 0.0}]},
-        "benchmark": {"case": {"model": "mlp", "mode": mode, "max_samples": None}},
+        "benchmark": {
+            "case": CASE | {"mode": mode},
+            "subject": SUBJECT,
+            "measured": {"idle_s_by_rank": [{"average": 0.5, "rest": 0.0}, {"average": 0.0}], "anchors": []},
+        },
     }
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(json.dumps(record))
@@ -45,7 +66,7 @@ def run(runs: Path, target: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), str(runs), str(target)], capture_output=True, text=True)
 
 
-def test_finished_runs_become_lines_without_what_is_nothing(tmp_path: Path) -> None:
+def test_finished_runs_become_lines_without_what_is_not_known(tmp_path: Path) -> None:
     write_record(tmp_path / "runs" / "a", mode="cpu-async")
     write_record(tmp_path / "runs" / "b", mode="cpu-sync", status="running")
     ended = run(tmp_path / "runs", tmp_path / "all.jsonl")
@@ -54,19 +75,77 @@ def test_finished_runs_become_lines_without_what_is_nothing(tmp_path: Path) -> N
     assert once == {"schema_version": 1, "environment": {"torch": "2.13.0"}}
     assert line == {
         "started_at": "2026-11-15T16:00:00+00:00",
-        "case": {"model": "mlp", "mode": "cpu-async"},
+        "case": {
+            "model": "mlp",
+            "mode": "cpu-async",
+            "seed": 0,
+            "epochs": 2,
+            "batch_size": 64,
+            "devices": ["cpu", "cpu@0.4"],
+            "data_name": "MNIST",
+            "settings": {"precision": "bf16"},
+            "is_timed": False,
+        },
+        "subject": {"metric": "accuracy", "larger_is_better": True, "is_stand_in": False},
         "epochs": {
-            "eval": [0.912346, 0.912346],
-            "loss": [0.25, 0.25],
-            "seconds": [2.0, 2.0],
+            "eval": {"always": 0.912346},
+            "loss": {"always": 0.25},
+            "seconds": {"always": 2.0},
             "train_s": [2.0, 4.0],
-            "share_by_rank": [[0.75, 0.25], [0.75, 0.25]],
-            "averages": [3, 3],
-            "peak_memory_bytes_by_rank": [[1, 2], [1, 2]],
+            "wall_s": {"always": 2.5},
+            "share_by_rank": {"always": [0.75, 0.25]},
+            "averages": {"always": 3},
+            "exposed_average_fraction": {"always": 0.0},
+            "wait_fraction": {"always": 0.0},
+            "peak_memory_bytes_by_rank": {"always": [1, 2]},
         },
         "totals": {"samples": 200, "eval": 0.912346},
-        "waits_s": [{"average": 0.5}, {}],
+        "measured": {"idle_s_by_rank": [{"average": 0.5, "rest": 0.0}, {"average": 0.0}]},
     }
+
+
+def test_a_file_becomes_runs_that_a_report_reads(tmp_path: Path) -> None:
+    write_record(tmp_path / "runs" / "a", mode="cpu-async")
+    write_record(tmp_path / "runs" / "b", mode="cpu-sync")
+    run(tmp_path / "runs", tmp_path / "all.jsonl")
+    ended = run(tmp_path / "all.jsonl", tmp_path / "again")
+    assert ended.stdout == "2 runs\n", ended.stderr
+    first, second = read_runs(tmp_path / "again")
+    assert (first.case.mode, second.case.mode) == ("cpu-async", "cpu-sync")
+    assert first.is_finished
+    assert first.case == case_from_json(CASE | {"mode": "cpu-async"})
+    assert first.subject == subject_from_json(SUBJECT)
+    assert [epoch.epoch for epoch in first.epochs] == [0, 1]
+    assert first.epochs[1] == EpochRow(
+        epoch=1,
+        samples=100,
+        seconds=2.0,
+        train_s=4.0,
+        wall_s=2.5,
+        loss=0.25,
+        eval=0.912346,
+        share_by_rank=(0.75, 0.25),
+        averages=3,
+        anchor=None,
+        drift=None,
+        exposed_average_fraction=0.0,
+        wait_fraction=0.0,
+        peak_memory_bytes_by_rank=(1, 2),
+    )
+    assert first.measured == Measured(idle_s_by_rank=({"average": 0.5, "rest": 0.0}, {"average": 0.0}))
+    assert run(tmp_path / "again", tmp_path / "twice.jsonl").returncode == 0
+    once, twice = ((tmp_path / name).read_text().splitlines() for name in ("all.jsonl", "twice.jsonl"))
+    assert list(map(json.loads, twice)) == list(map(json.loads, once))
+
+
+@pytest.mark.parametrize("name", ["resnet20/accuracy", "resnet20/timing", "six_models/records", "mnist/records"])
+def test_published_records_can_be_reported_on(name: str, tmp_path: Path) -> None:
+    published = SCRIPT.parents[1] / "docs" / "results" / f"{name}.jsonl"
+    assert run(published, tmp_path / "runs").returncode == 0
+    runs = read_runs(tmp_path / "runs")
+    assert len(runs) == len(published.read_text().splitlines()) - 1
+    assert all(one.is_finished for one in runs)
+    assert {one.case.is_timed for one in runs} == {name in ("resnet20/timing", "mnist/records")}
 
 
 def test_runs_of_different_machines_are_not_put_into_one_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ def test_adam_lets_the_learning_rate_follow_the_ranks() -> None:
     )
 
 
-def test_sgd_gets_an_outer_step_that_follows_the_shares() -> None:
-    assert compensate(SGD, policy="cadence", outer="auto", lr_scale="auto") == Compensation(
-        outer=Outer(kind="nesterov", momentum="auto"),
+@pytest.mark.parametrize(("policy", "momentum"), [("cadence", "bold"), ("async", "auto")])
+def test_sgd_gets_an_outer_step_that_follows_the_shares(policy: str, momentum: Literal["auto", "bold"]) -> None:
+    assert compensate(SGD, policy=policy, outer="auto", lr_scale="auto") == Compensation(
+        outer=Outer(kind="nesterov", momentum=momentum),
         follows_ranks=False,
         reason="SGD does not normalise its steps: an outer Nesterov step follows the ranks' shares",
     )

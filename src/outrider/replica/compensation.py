@@ -13,7 +13,8 @@ import torch
 
 from outrider.average.outer import Outer
 
-AVERAGING_POLICIES = ("cadence", "async")
+MOMENTUM: dict[str, Literal["auto", "bold"]] = {"cadence": "bold", "async": "auto"}
+"""Of the outer step, by policy: with these ResNet-20 learns what it does on one device (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ def compensate(
     lr_scale: float | Literal["auto"],
 ) -> Compensation:
     """What was asked for; where nothing was, what fits the optimizer."""
-    if policy not in AVERAGING_POLICIES:
+    if policy not in MOMENTUM:
         given = Outer() if outer == "auto" else outer
         return Compensation(outer=given, follows_ranks=False, reason=f"{policy} does not average parameters in between")
     if outer != "auto":
@@ -44,8 +45,9 @@ def compensate(
     if _normalises(optimizer):
         reason = f"{name} normalises its steps: the learning rate follows the effective number of ranks"
         return Compensation(outer=Outer(), follows_ranks=True, reason=reason)
+    outer = Outer(kind="nesterov", momentum=MOMENTUM[policy])
     reason = f"{name} does not normalise its steps: an outer Nesterov step follows the ranks' shares"
-    return Compensation(outer=Outer(kind="nesterov"), follows_ranks=False, reason=reason)
+    return Compensation(outer=outer, follows_ranks=False, reason=reason)
 
 
 def _normalises(optimizer: torch.optim.Optimizer) -> bool:
