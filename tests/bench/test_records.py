@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -146,6 +147,18 @@ def test_published_records_can_be_reported_on(name: str, tmp_path: Path) -> None
     assert len(runs) == len(published.read_text().splitlines()) - 1
     assert all(one.is_finished for one in runs)
     assert {one.case.is_timed for one in runs} == {name in ("resnet20/timing", "mnist/records")}
+
+
+def test_published_records_can_be_drawn(tmp_path: Path) -> None:
+    for name in ("accuracy", "timing"):
+        run(SCRIPT.parents[1] / "docs" / "results" / "resnet20" / f"{name}.jsonl", tmp_path / "runs")
+    picture = tmp_path / "learning.svg"
+    command = [sys.executable, str(SCRIPT.parent / "curves.py"), str(tmp_path / "runs"), str(picture)]
+    ended = subprocess.run([*command, "--modes", "solo-0,nccl-async"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    lines = [part for part in ElementTree.parse(picture).iter() if part.get("clip-path")]
+    assert [line.get("d", "").count("L") for line in lines] == [199, 199]
+    assert ">91.0%<" in picture.read_text()
 
 
 def test_runs_of_different_machines_are_not_put_into_one_file(tmp_path: Path) -> None:
