@@ -160,6 +160,7 @@ def test_a_checkpoint_holds_model_ranks_and_state(train_here: Trainer) -> None:
         ({"seed": 4}, "cannot resume: seed was 0, now 4"),
         ({"batch_size": 16}, "cannot resume: batch_size was 8, now 16"),
         ({"policy": "async"}, "cannot resume: policy was 'cadence', now 'async'"),
+        ({"lr_scale": 2.0}, "cannot resume: lr_scale was 'auto', now 2.0"),
         ({"optimizer": adam}, "cannot resume: optimizer was 'SGD', now 'AdamW'"),
         ({"scheduler": SCHEDULERS["cosine"]}, "cannot resume: scheduler was None, now 'CosineAnnealingLR'"),
         ({"dataset": (torch.zeros(8, 4), torch.zeros(8, 1))}, "cannot resume: num_samples was 96, now 8"),

@@ -50,9 +50,10 @@ def test_auto_travels_as_far_per_sample_as_one_rank_alone(make_world: Callable) 
 
 
 @pytest.mark.parametrize(
-    ("shares", "momentum"), [((1.0,), 0.0), ((0.5, 0.5), 0.75), ((0.75, 0.25), 1 - 0.625**2), ((0.125,) * 8, 0.9)]
+    ("shares", "momentum"),
+    [((1.0,), 0.0), ((0.75, 0.25), 1 - 0.625**2), ((0.5, 0.5), 0.75), ((0.25,) * 4, 0.75), ((0.125,) * 8, 0.875)],
 )
-def test_bold_goes_on_further_up_to_a_limit(shares: tuple[float, ...], momentum: float) -> None:
+def test_bold_goes_on_further_where_there_are_few_ranks(shares: tuple[float, ...], momentum: float) -> None:
     concentration = sum(share**2 for share in shares)
     outer = Outer(kind="nesterov", momentum="bold")
     assert outer.look_ahead(concentration) == pytest.approx(momentum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,18 @@ def test_a_prepared_schedule_is_stepped(
         "StepLR.step() was called, but this schedule was given to prepare(), which moves it with the samples of all "
         "ranks\nhint: delete the call, or leave the schedule out of prepare() and step it once per epoch"
     )
+
+
+def test_the_state_of_a_prepared_schedule_can_be_saved(
+    s: outrider.Session, model: nn.Linear, optimizer: torch.optim.Optimizer
+) -> None:
+    scheduler = StepLR(optimizer, 3)
+    before = scheduler.state_dict()
+    s.prepare(model, optimizer, scheduler)
+    assert isinstance(scheduler, StepLR)
+    assert pickle.loads(pickle.dumps(scheduler.state_dict())) == before
+    s.close()
+    assert type(scheduler) is StepLR
 
 
 def test_a_schedule_that_follows_a_measurement(

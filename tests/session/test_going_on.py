@@ -161,9 +161,10 @@ def test_a_checkpoint_in_the_middle_of_an_epoch() -> None:
     [
         ({"seed": 4}, "cannot resume: seed was 0, now 4"),
         ({"policy": "sync"}, "cannot resume: policy was 'cadence', now 'sync'"),
+        ({"lr_scale": 2.0}, "cannot resume: lr_scale was 'auto', now 2.0"),
         ({"adam": True}, "cannot resume: optimizers was ['SGD'], now ['Adam']"),
     ],
-    ids=["seed", "policy", "optimizer"],
+    ids=["seed", "policy", "lr_scale", "optimizer"],
 )
 def test_another_run_cannot_be_resumed(train: Train, tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     train(2, checkpoint_every=1)

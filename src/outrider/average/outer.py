@@ -16,7 +16,8 @@ from outrider.errors import ConfigError, nearest
 KINDS = ("none", "nesterov", "slowmo")
 FOLLOWING = ("auto", "bold")
 """Momenta that follow the ranks' shares of the samples."""
-BOLDEST = 0.9
+BOLDEST = 0.75
+"""Of several ranks more was too much in the lab, where there are few averages (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +32,9 @@ class Outer:
     An average of ranks that drew n_r samples each moves only as far as the mean rank did, though all samples were
     paid for. With momentum m it moves 1 / (1 - m) times as far in the long run. "auto" is m = 1 - sum of w_r squared,
     w_r the rank's share of the samples: then the world travels as far per sample as one rank alone would. It is 0 for
-    one rank, 0.5 for two equal ones, 0.41 at speeds 1 and 0.4, 0.875 for eight. "bold" goes on further, with
-    m = 1 - (sum of w_r squared) squared, 0.9 at most: 0.75 for two equal ranks, 0.65 at speeds 1 and 0.4.
+    one rank, 0.5 for two equal ones, 0.41 at speeds 1 and 0.4, 0.875 for eight. "bold" goes on further
+    where there are few ranks: m = 1 - (sum of w_r squared) squared up to 0.75, and never less than "auto". It is 0.75
+    for two equal ranks, 0.65 at speeds 1 and 0.4, 0.875 for eight.
     """
 
     kind: str = "none"
@@ -72,7 +74,7 @@ class Outer:
         if self.momentum == "auto":
             return 1.0 - concentration
         if self.momentum == "bold":
-            return _at_most(1.0 - concentration**2, BOLDEST)
+            return _larger(1.0 - concentration, _smaller(1.0 - concentration**2, BOLDEST))
         return self.momentum
 
     def step(
@@ -102,8 +104,14 @@ class Outer:
         ref_params.add_(mean_delta)
 
 
-def _at_most(value: float | Tensor, limit: float) -> float | Tensor:
+def _smaller(value: float | Tensor, limit: float) -> float | Tensor:
     return value.clamp(max=limit) if isinstance(value, Tensor) else min(value, limit)
+
+
+def _larger(value: float | Tensor, other: float | Tensor) -> float | Tensor:
+    if isinstance(value, Tensor):
+        return value.clamp(min=other)
+    return max(value, other)
 
 
 def _scalar(value: float | Tensor, like: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class LoopReplica:
         due = self._ticks_before + (self.at - self._ticking_since) // self._batch_size
         while self.schedulers and self.ticks < due:
             for scheduler in self.schedulers:
-                type(scheduler).step(scheduler)
+                _own_kind(scheduler).step(scheduler)
             self.ticks += 1
 
 
@@ -181,21 +181,26 @@ def _check_moved_by_samples(scheduler: LRScheduler) -> None:
 
 
 def _take_over(scheduler: LRScheduler) -> None:
-    """The session moves a prepared schedule; a second hand would move it twice."""
-    name = type(scheduler).__name__
+    """The session moves a prepared schedule; a second hand would move it twice. Its state is what it was."""
+    kind = type(scheduler)
 
     def refuse(*arguments: Any) -> None:
         raise ConfigError(
-            f"{name}.step() was called, but this schedule was given to prepare(), which moves it with the samples "
-            "of all ranks",
+            f"{kind.__name__}.step() was called, but this schedule was given to prepare(), which moves it with the "
+            "samples of all ranks",
             hint="delete the call, or leave the schedule out of prepare() and step it once per epoch",
         )
 
-    vars(scheduler)["step"] = refuse
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": refuse, "__module__": kind.__module__})
 
 
 def _hand_back(scheduler: LRScheduler) -> None:
-    vars(scheduler).pop("step", None)
+    scheduler.__class__ = _own_kind(scheduler)
+
+
+def _own_kind(scheduler: LRScheduler) -> type[LRScheduler]:
+    """What it was before it was taken over."""
+    return type(scheduler).__bases__[0]
 
 
 def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:

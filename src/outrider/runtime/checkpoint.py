@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from outrider.errors import ConfigError, DataError
 from outrider.replica.loop_replica import LoopReplica
@@ -46,7 +45,12 @@ class Progress:
 
 def identity(recipe: Recipe) -> dict[str, Any]:
     """The settings that decide which samples and steps come next."""
-    return {"seed": recipe.seed, "batch_size": recipe.batch_size, "policy": recipe.policy}
+    return {
+        "seed": recipe.seed,
+        "batch_size": recipe.batch_size,
+        "policy": recipe.policy,
+        "lr_scale": recipe.lr_scale,
+    }
 
 
 def loop_identity(replica: LoopReplica) -> dict[str, Any]:
@@ -54,6 +58,7 @@ def loop_identity(replica: LoopReplica) -> dict[str, Any]:
     return {
         "seed": replica.recipe.seed,
         "policy": replica.recipe.policy,
+        "lr_scale": replica.recipe.lr_scale,
         "optimizers": [type(optimizer).__name__ for optimizer in replica.optimizers],
         "schedulers": [type(scheduler).__name__ for scheduler in replica.schedulers],
     }
@@ -125,10 +130,12 @@ def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
             f"{path} has schema_version {version}, this Outrider reads {SCHEMA_VERSION}",
             hint="resume with the version that wrote it",
         )
+    before = fields["identity"]
     for name, value in identity.items():
-        if fields["identity"].get(name) != value:
+        # What older checkpoints do not name cannot be compared.
+        if name in before and before[name] != value:
             raise ConfigError(
-                f"cannot resume: {name} was {fields['identity'].get(name)!r}, now {value!r}",
+                f"cannot resume: {name} was {before[name]!r}, now {value!r}",
                 hint=f"pass the same {name}, or start a new run",
             )
     return Progress(**fields)
@@ -147,7 +154,7 @@ def loop_state(replica: LoopReplica) -> dict[str, Any]:
     """What a rank alone knows where the user takes the steps: optimizers, schedules, random state, steps."""
     return random_state(replica.device) | {
         "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
-        "schedulers": [_schedule_state(scheduler) for scheduler in replica.schedulers],
+        "schedulers": [scheduler.state_dict() for scheduler in replica.schedulers],
         "ticks": replica.ticks,
         "steps": replica.steps,
         "rate_factor": replica.rate_factor,
@@ -162,11 +169,6 @@ def restore_loop(replica: LoopReplica, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(saved)
     replica.ticks, replica.steps = state["ticks"], state["steps"]
     replica.rate_factor = state["rate_factor"]
-
-
-def _schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
-    # What refuses steps of the user's while the session moves the schedule is a function, and none of its state.
-    return {name: value for name, value in scheduler.state_dict().items() if name != "step"}
 
 
 @contextmanager
