@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from outrider.bench.datasets.source import DataSource
 from outrider.bench.suite.case import case_from_json, subject_from_json
+from outrider.bench.suite.plan import Request, plan
+from outrider.bench.suite.run import run_case
 from outrider.bench.suite.runs import EpochRow, Measured, read_runs
+from outrider.bench.suite.sweep import run_sweep
+from outrider.machine.devices import parse_devices
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "records.py"
 CASE = {
@@ -137,6 +143,28 @@ def test_a_file_becomes_runs_that_a_report_reads(tmp_path: Path) -> None:
     assert run(tmp_path / "again", tmp_path / "twice.jsonl").returncode == 0
     once, twice = ((tmp_path / name).read_text().splitlines() for name in ("all.jsonl", "twice.jsonl"))
     assert list(map(json.loads, twice)) == list(map(json.loads, once))
+
+
+def test_a_sweep_goes_on_from_records(tmp_path: Path, make_log: Callable[[], Any]) -> None:
+    data = DataSource(may_download=False, max_samples=64)
+    request = Request(
+        models=("logistic",),
+        modes=("solo-0", "cpu-sync"),
+        devices=parse_devices("cpu,cpu@0.5"),
+        data=data,
+        epochs=2,
+        batch_size=16,
+        settings={"timeout_s": 60.0},
+    )
+    trained = plan(request)[0]
+    run_case(trained, tmp_path / "runs" / trained.case.folder)
+    run(tmp_path / "runs", tmp_path / "all.jsonl")
+    run(tmp_path / "all.jsonl", tmp_path / "again")
+    log = make_log()
+    swept = run_sweep(plan(request), output=tmp_path / "again", watcher=log)
+    told = [line for line in log.lines if line.startswith(("skipped", "begin", "failed"))]
+    assert told == ["skipped solo-0 0", "begin cpu-sync 0"]
+    assert len(swept.runs) == 2
 
 
 @pytest.mark.parametrize("name", ["resnet20/accuracy", "resnet20/timing", "six_models/records", "mnist/records"])
