@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.effects import Batch, Decision, RankFacts, Report
-from outrider.core.split import Split, Splitter, TimeModel, even, minimise_slowest, without_singles
-from outrider.core.timemodel import slowest_ms
+from outrider.core.split import Split, Splitter, even, minimise_slowest, without_singles
+from outrider.core.timemodel import TimeModel, slowest_ms
 from outrider.errors import ConfigError
 
 unhurried = settings(deadline=None)
@@ -25,14 +25,6 @@ worlds = st.lists(models, min_size=1, max_size=3)
 
 # (fixed ms, ms per sample) of each rank
 Truth = Sequence[tuple[float, float]]
-
-
-def fitted(observations: Sequence[tuple[int, float]]) -> TimeModel:
-    model = TimeModel()
-    for samples, ms in observations:
-        model.observe(samples, ms)
-        model.fit()
-    return model
 
 
 def report_of(samples: Sequence[int], times_ms: Sequence[float]) -> Report:
@@ -72,60 +64,6 @@ def run_captured(splitter: Splitter, steps: int, truth: Truth, *, total: int = 1
 def best_by_trying_all(world: Sequence[TimeModel], total: int, caps: Sequence[int | None]) -> float:
     choices = [range((total if cap is None else min(cap, total)) + 1) for cap in caps]
     return min(slowest_ms(world, counts) for counts in itertools.product(*choices) if sum(counts) == total)
-
-
-# The time model.
-
-
-def test_with_one_size_seen_time_is_proportional() -> None:
-    model = fitted([(64, 32.0)] * 8)
-    assert (model.fixed_ms, model.per_sample_ms) == pytest.approx((0.0, 0.5))
-
-
-def test_sizes_that_vary_tell_fixed_from_per_sample_cost() -> None:
-    model = fitted([(count, 10 + 0.5 * count) for count in (64, 80, 48, 80, 48)])
-    assert (model.fixed_ms, model.per_sample_ms) == pytest.approx((10.0, 0.5))
-
-
-def test_coefficients_are_never_negative() -> None:
-    model = fitted([(64, 32.0), (80, 64.0), (48, 12.0), (80, 64.0), (48, 12.0)])
-    assert model.fixed_ms == 0.0
-    assert model.per_sample_ms > 0
-
-
-def test_samples_are_never_taken_for_free() -> None:
-    model = fitted([(64, 10.0), (80, 10.0), (48, 10.0), (80, 10.0), (48, 10.0)])
-    assert model.per_sample_ms == pytest.approx(0.05 * 10 / 64, rel=0.01)
-
-
-def test_what_was_learned_of_the_fixed_cost_outlives_the_varied_sizes() -> None:
-    model = fitted([(count, 10 + 0.5 * count) for count in (64, 80, 48, 80, 48)] + [(64, 42.0)] * 300)
-    assert (model.fixed_ms, model.per_sample_ms) == pytest.approx((10.0, 0.5), rel=0.01)
-
-
-def test_a_single_hiccup_hardly_moves_the_model() -> None:
-    model = fitted([(64, 32.0)] * 20 + [(64, 320.0)])
-    assert model.per_sample_ms == pytest.approx(0.5, rel=0.05)
-
-
-def test_a_lasting_change_of_speed_is_learned_in_three_steps() -> None:
-    model = fitted([(64, 32.0)] * 20 + [(64, 96.0)] * 3)
-    assert model.per_sample_ms == pytest.approx(1.5)
-
-
-def test_a_lasting_change_of_speed_is_announced_once() -> None:
-    model = fitted([(64, 32.0)] * 20)
-    announced = []
-    for _ in range(6):
-        announced.append(model.observe(64, 96.0))
-        model.fit()
-    assert announced == [False, False, True, False, False, False]
-
-
-def test_a_restored_model_goes_on_as_the_saved_one() -> None:
-    model = fitted([(64, 32.0), (80, 41.0), (48, 22.0), (80, 43.0), (48, 90.0)])
-    restored = TimeModel.restored(json.loads(json.dumps(model.state())))
-    assert restored.state() == model.state()
 
 
 # The optimum.
