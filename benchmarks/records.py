@@ -31,6 +31,7 @@ OF_EPOCH = {
     "wait_fraction": None,
     "peak_memory_bytes_by_rank": (),
 }
+# And for what a case and its subject leave out.
 CASE = {"seed": 0, "max_samples": None, "depth": None}
 SUBJECT = {"target": None}
 
@@ -93,7 +94,7 @@ def unpack(file: Path, runs: Path) -> str:
 
 
 def epochs(one: dict[str, Any]) -> list[dict[str, Any]]:
-    count = max(len(column) for column in one["epochs"].values() if isinstance(column, list))
+    count = one["case"]["epochs"]
     shown = {name: whole(one["epochs"].get(name, {"always": nothing}), count) for name, nothing in OF_EPOCH.items()}
     # Every epoch takes each sample once.
     samples = one["totals"]["samples"] // count
@@ -101,8 +102,8 @@ def epochs(one: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"epoch": number, "samples": samples, "drift": None} | row for number, row in enumerate(rows)]
 
 
-def whole(column: list[Any] | dict[str, Any], count: int) -> list[Any]:
-    return column if isinstance(column, list) else [column["always"]] * count
+def whole(values: list[Any] | dict[str, Any], count: int) -> list[Any]:
+    return values if isinstance(values, list) else [values["always"]] * count
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
