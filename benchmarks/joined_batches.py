@@ -6,7 +6,7 @@ One run of ResNet-20 for 200 epochs, not timed, under OUTPUT/RULE; it goes on wh
 
 same    rate and momentum as for one batch
 times   N times the rate (Goyal et al. 2017)
-warm    the same, reached in equal steps over the first fortieth of all steps (their five of 200 epochs)
+warm    the same, reached in equal steps over the first fortieth of all steps (their five of 200 epochs): the suite's
 root    the root of N times the rate (Hoffer et al. 2017)
 heavy   the rate as for one batch, 1 - momentum an N-th of what it was (Smith et al. 2018)
 """
@@ -20,20 +20,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
 
 from outrider.bench.datasets.source import DataSource
 from outrider.bench.suite.options import parse_settings
 from outrider.bench.suite.plan import Request, plan
 from outrider.bench.suite.run import Planned, run_case
 from outrider.bench.suite.sweep import make_way
-from outrider.bench.tasks import Task
+from outrider.bench.tasks import Task, rising
 from outrider.machine.devices import cuda_devices, resolve_devices
-from outrider.replica.recipe import OptimizerFactory, SchedulerFactory
+from outrider.replica.recipe import OptimizerFactory
 from outrider.runtime.messages import Message
 
 SETTINGS = ["precision=bf16", "threads_per_rank=1", "timeout_s=120", "memory_format=channels_last"]
-WARM_UP = 1 / 40
 
 Parameters = Iterable[torch.nn.Parameter]
 
@@ -52,20 +50,13 @@ def heavier(make: OptimizerFactory, num_ranks: int, parameters: Parameters) -> t
     return optimizer
 
 
-def warmed(make: SchedulerFactory, num_ranks: int, ticks: int, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    rising = LinearLR(optimizer, start_factor=1 / num_ranks, total_iters=ticks)
-    return ChainedScheduler([make(optimizer), rising])
-
-
 def times(task: Task, num_ranks: int) -> Task:
     return replace(task, optimizer=partial(scaled, task.optimizer, num_ranks))
 
 
 def warm(task: Task, num_ranks: int) -> Task:
-    assert task.scheduler is not None
-    # A schedule ticks once per batch of one rank.
-    ticks = max(1, round(WARM_UP * task.epochs * len(task.dataset()) / task.batch_size))
-    return replace(times(task, num_ranks), scheduler=partial(warmed, task.scheduler, num_ranks, ticks))
+    assert task.joined_warm_up is not None
+    return replace(times(task, num_ranks), scheduler=rising(task.scheduler, num_ranks, task.joined_warm_up))
 
 
 def root(task: Task, num_ranks: int) -> Task:
@@ -89,7 +80,8 @@ def ruled(planned: Planned, rule: str) -> Planned:
     """The same case by another rule than the suite's own."""
 
     def make_task() -> Task:
-        return RULES[rule](replace(planned.make_task(), rate_follows_batch=False), len(planned.case.devices))
+        ruled_task = RULES[rule](planned.make_task(), len(planned.case.devices))
+        return replace(ruled_task, joined_warm_up=None)
 
     return replace(planned, make_task=make_task)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def trained(rule: str, *, ticks: int) -> torch.optim.Optimizer:
     """The optimizer of a ruled task after so many ticks of its schedule; all of them are 400."""
     data = DataSource(folder=None, max_samples=1280, may_download=False)
     task = suite_task("resnet20", data=data, epochs=40, seed=0, batch_size=128)
-    ruled = SCRIPT["RULES"][rule](replace(task, rate_follows_batch=False), NUM_RANKS)
+    ruled = SCRIPT["RULES"][rule](task, NUM_RANKS)
     optimizer = ruled.optimizer([nn.Parameter(torch.zeros(1))])
     scheduler = ruled.scheduler(optimizer)
     for _ in range(ticks):

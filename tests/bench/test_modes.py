@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
 from outrider.bench.measures import samples_per_s, time_to_target_s
@@ -178,16 +181,31 @@ def test_all_modes_share_batch_epochs_seed_and_evaluation(name: str, tmp_path: P
 def test_the_rate_follows_the_batch_where_a_step_takes_one_of_every_rank(
     name: str, lr_scale: float | str, tmp_path: Path
 ) -> None:
-    mode, follows = parse_mode(name, num_devices=2), replace(task(), rate_follows_batch=True)
+    mode, follows = parse_mode(name, num_devices=2), replace(task(), joined_warm_up=4)
     assert make_mode_order(mode, follows, devices=DEVICES, run_dir=tmp_path).recipe.lr_scale == lr_scale
     assert make_mode_order(mode, task(), devices=DEVICES, run_dir=tmp_path).recipe.lr_scale == "auto"
 
 
 def test_a_rate_set_by_hand_stays(tmp_path: Path) -> None:
-    follows = replace(task(), rate_follows_batch=True)
+    follows = replace(task(), joined_warm_up=4)
     mode = parse_mode("cpu-sync", num_devices=2)
-    order = make_mode_order(mode, follows, devices=DEVICES, run_dir=tmp_path, settings={"lr_scale": 1.0})
-    assert order.recipe.lr_scale == 1.0
+    recipe = make_mode_order(mode, follows, devices=DEVICES, run_dir=tmp_path, settings={"lr_scale": 1.0}).recipe
+    assert (recipe.lr_scale, recipe.scheduler) == (1.0, None)
+
+
+@pytest.mark.parametrize("name", ["cpu-sync", "graph-sync", "ddp"])
+def test_a_rate_for_several_batches_rises_from_that_for_one(name: str, tmp_path: Path) -> None:
+    halving = partial(MultiStepLR, milestones=[6], gamma=0.5)
+    follows = replace(task(), scheduler=halving, joined_warm_up=4)
+    recipe = make_mode_order(parse_mode(name, num_devices=2), follows, devices=DEVICES, run_dir=tmp_path).recipe
+    assert recipe.scheduler is not None
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], recipe.lr_scale)
+    scheduler, rates = recipe.scheduler(optimizer), []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 1.0, 1.0])
 
 
 def test_the_resnets_follow_the_batch_and_the_models_with_adam_do_not() -> None:

@@ -159,6 +159,12 @@ def test_the_schedule_spans_the_samples_of_all_epochs() -> None:
     assert rates(task.scheduler, 8)[3:5] == pytest.approx([1.0, 0.1])
 
 
+def test_where_a_step_takes_several_batches_the_rate_of_resnets_rises_over_a_fortieth_of_the_schedule() -> None:
+    assert suite_task("resnet20", data=STAND_IN, epochs=80).joined_warm_up == 4
+    assert suite_task("resnet20", data=STAND_IN, epochs=1).joined_warm_up == 1
+    assert suite_task("lenet", data=STAND_IN).joined_warm_up is None
+
+
 # Tasks.
 
 

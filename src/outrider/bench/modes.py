@@ -19,7 +19,7 @@ from outrider.bench.measures import mean_over_time, samples_per_s, time_to_targe
 from outrider.bench.peers import table
 from outrider.bench.peers.table import PEERS
 from outrider.bench.suite.options import PER_WORLD
-from outrider.bench.tasks import Task
+from outrider.bench.tasks import Task, rising
 from outrider.errors import ConfigError, DeviceError, nearest
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
 from outrider.runtime.messages import Message
@@ -170,9 +170,11 @@ def make_mode_order(
         "devices": [str(spec) for spec in devices],
         "run_dir": run_dir,
     }
-    if task.rate_follows_batch and mode.joins_batches:
+    given = settings or {}
+    if task.joined_warm_up is not None and mode.joins_batches and "lr_scale" not in given:
         options["lr_scale"] = float(len(devices))
-    options |= settings or {}
+        options["scheduler"] = rising(task.scheduler, len(devices), task.joined_warm_up)
+    options |= given
     if mode.solo_rank is not None:
         options["devices"] = [str(devices[mode.solo_rank])]
         options.setdefault("threads_per_rank", threads_per_rank(devices, num_cores())[mode.solo_rank])

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
 from torch.utils.data import TensorDataset
 
 from outrider.bench.datasets.glyphs import NUM_CLASSES, SIDE, glyphs
@@ -43,8 +44,9 @@ class Task:
     scheduler: SchedulerFactory | None = None
     augment: AugmentFunction | None = None
     max_grad_norm: float | None = None
-    rate_follows_batch: bool = False
-    """Where a step takes the batches of N ranks, its learning rate is N times as large (Goyal et al. 2017)."""
+    joined_warm_up: int | None = None
+    """Where a step takes the batches of N ranks, its learning rate rises to N times as much over so many ticks of the
+    schedule (Goyal et al. 2017); None: it stays as it is."""
     metric: Literal["accuracy", "mse", "loss"] = "accuracy"
     """What `evaluate` gives."""
     larger_is_better: bool = True
@@ -54,6 +56,16 @@ class Task:
     """What others report for real data; None where nothing is known or the data are a stand-in."""
     is_stand_in: bool = False
     seed: int = 0
+
+
+def rising(make: SchedulerFactory | None, num_ranks: int, ticks: int) -> SchedulerFactory:
+    """The same schedule for N times the rate, reached in equal steps from the rate that one batch has."""
+    return partial(_rising, make, num_ranks, ticks)
+
+
+def _rising(make: SchedulerFactory | None, num_ranks: int, ticks: int, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    warm_up = LinearLR(optimizer, start_factor=1 / num_ranks, total_iters=ticks)
+    return warm_up if make is None else ChainedScheduler([make(optimizer), warm_up])
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
