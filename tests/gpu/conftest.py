@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 import outrider
 from outrider.errors import OutriderError
+from outrider.runtime.mps import CONTROL
 
 NUM_SAMPLES = 2_048
 NUM_FEATURES = 32
@@ -29,6 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _daemons() -> set[int]:
+    return {process.pid for process in psutil.process_iter() if process.name() == CONTROL}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def new_daemons() -> Callable[[], set[int]]:
+    """The MPS daemons that were not there before the first test: other programs may have their own."""
+    before = _daemons()
+    return lambda: _daemons() - before
 
 
 def make_model() -> nn.Module:

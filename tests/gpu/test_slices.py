@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -132,8 +131,8 @@ def test_a_slice_that_only_holds_up_the_other_rests(failures: dict[str, Any], ba
 
 
 @pytest.mark.usefixtures("runs", "failures")
-def test_no_daemon_is_left_behind() -> None:
-    assert [process for process in psutil.process_iter() if process.name().startswith("nvidia-cuda-mps")] == []
+def test_no_daemon_is_left_behind(new_daemons: Callable[[], set[int]]) -> None:
+    assert new_daemons() == set()
 
 
 def make_resnet34() -> nn.Module:
