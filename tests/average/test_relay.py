@@ -23,6 +23,8 @@ class Table:
     def __init__(self) -> None:
         self.laid: dict[int, list[Tensor]] = {}
         self.barrier = threading.Barrier(2, timeout=20)
+        self.sizes: list[list[int]] = []
+        """Of what rank 0 laid down, in bytes, meeting by meeting."""
 
 
 class TableCollective:
@@ -35,6 +37,8 @@ class TableCollective:
 
     def _meet(self, tensors: Sequence[Tensor], change: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
         self._table.laid[self.rank] = [tensor.clone() for tensor in tensors]
+        if self.rank == 0:
+            self._table.sizes.append([tensor.nbytes for tensor in tensors])
         self._table.barrier.wait()
         for number, tensor in enumerate(tensors):
             change(tensor, [self._table.laid[rank][number] for rank in range(2)])
@@ -51,20 +55,31 @@ class TableCollective:
 
 def relayed(manifest: bytes, places: Callable[[int, bytes], Sequence[Tensor]]) -> list[Relayed]:
     """By both ranks at the same time."""
-    table = Table()
+    return relayed_in_turn([manifest], places)[0]
 
-    def relay(rank: int) -> Relayed:
+
+def relayed_in_turn(
+    manifests: Sequence[bytes], places: Callable[[int, bytes], Sequence[Tensor]], table: Table | None = None
+) -> list[list[Relayed]]:
+    """One manifest after the other, each by both ranks at the same time."""
+    table = table or Table()
+
+    def relay(rank: int) -> list[Relayed]:
         model = nn.Linear(2, 1)
-        with torch.no_grad():
-            model.weight.fill_(float(rank))
         relay = Relay(Arena(model), TableCollective(rank, table), device=CPU, timeout_s=10.0)  # type: ignore[arg-type]
-        own = manifest if rank == SOURCE else b""
-        outcome = relay.everything(SOURCE, facts=[10.0 + rank], manifest=own, places=lambda told: places(rank, told))
-        assert torch.equal(model.weight, torch.full((1, 2), float(SOURCE)))
-        return outcome
+        outcomes = []
+        for manifest in manifests:
+            own = manifest if rank == SOURCE else b""
+            with torch.no_grad():
+                model.weight.fill_(float(rank))
+            outcomes.append(
+                relay.everything(SOURCE, facts=[10.0 + rank], manifest=own, places=lambda told: places(rank, told))
+            )
+            assert torch.equal(model.weight, torch.full((1, 2), float(SOURCE)))
+        return outcomes
 
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(relay, range(2)))
+        return [list(pair) for pair in zip(*pool.map(relay, range(2)), strict=True)]
 
 
 def test_facts_of_all_and_the_manifest_of_one_reach_everybody() -> None:
@@ -80,9 +95,10 @@ def test_facts_of_all_and_the_manifest_of_one_reach_everybody() -> None:
         [torch.arange(5), torch.tensor([True, False, True]), torch.tensor(0.5, dtype=torch.bfloat16)],
         [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(0)],
         [torch.tensor([1 + 2j]), torch.randn(3, dtype=torch.float64)],
+        [torch.arange(2.0**18), torch.tensor(1.0), torch.randn(4, 8, 64, 256).to(memory_format=torch.channels_last)],
         [],
     ],
-    ids=["floats", "kinds", "formats", "wide", "none"],
+    ids=["floats", "kinds", "formats", "wide", "large", "none"],
 )
 def test_tensors_arrive_where_they_belong(full: list[Tensor]) -> None:
     own = [torch.zeros_like(tensor) for tensor in full]
@@ -94,3 +110,20 @@ def test_tensors_arrive_where_they_belong(full: list[Tensor]) -> None:
 def test_places_are_made_from_the_manifest() -> None:
     outcomes = relayed(b"3", lambda rank, told: [torch.ones(3)] if rank == SOURCE else [torch.zeros(int(told))])
     assert outcomes[1 - SOURCE].tensors[0].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_manifest_that_all_have_is_not_sent_again() -> None:
+    table = Table()
+    manifests = [b"two spoons", b"two spoons", b"one knife", b"two spoons"]
+    outcomes = relayed_in_turn(manifests, lambda rank, told: [], table)
+    assert [[one.manifest for one in pair] for pair in outcomes] == [[manifest] * 2 for manifest in manifests]
+    assert [sizes for sizes in table.sizes if sizes in ([10], [9])] == [[10], [9], [10]]
+
+
+def test_a_large_tensor_travels_alone() -> None:
+    table, full, own = Table(), torch.arange(2.0**18), torch.zeros(2**18)
+    relayed_in_turn([b""], lambda rank, told: [(full if rank == SOURCE else own), torch.zeros(3)], table)
+    assert torch.equal(own, full)
+    _gathering, *broadcasts = table.sizes
+    (weights,) = Arena(nn.Linear(2, 1)).flats.values()
+    assert broadcasts == [[full.nbytes], [weights.nbytes + 3 * 4]]

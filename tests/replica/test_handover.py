@@ -86,6 +86,27 @@ def test_the_learning_rate_follows_before_the_next_step() -> None:
     assert taker.learning_rate == giver.learning_rate == pytest.approx(0.01 * 0.5**6)
 
 
+class Remembering(torch.optim.SGD):
+    """Keeps a list for every parameter, as LBFGS and its kin do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("sizes", []).append(float(parameter.detach().norm()))
+        return super().step(closure)
+
+
+def test_what_is_no_tensor_is_taken_over_too() -> None:
+    optimizer = partial(Remembering, lr=0.1, momentum=0.9)
+    giver, taker = make(optimizer), make(optimizer)
+    steps(giver, start=0, stop=3)
+    steps(taker, start=0, stop=1)
+    hand_over(giver, taker, at=16)
+    assert len(taker.optimizer.state[taker.model.weight]["sizes"]) == 3
+    steps(giver, start=3, stop=4)
+    hand_over(giver, taker, at=24)
+    assert taker.optimizer.state[taker.model.weight]["sizes"] == giver.optimizer.state[giver.model.weight]["sizes"]
+
+
 def test_state_keeps_its_place_in_memory() -> None:
     giver, taker = make(OPTIMIZERS["adam"]), make(OPTIMIZERS["adam"])
     steps(giver, start=0, stop=3)

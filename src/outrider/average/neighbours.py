@@ -55,7 +55,10 @@ class NeighbourCollective:
         self._combine_all(tensors, _take_largest)
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        self._combine_all(tensors, lambda piece, pieces: piece.copy_(pieces[source]))
+        if self.rank == source:
+            self._combine_all(tensors, lambda piece, pieces: None)
+        else:
+            self._combine_all(tensors, lambda piece, pieces: piece.copy_(pieces[source]), lays_down=False)
 
     def start_sum_(self, tensor: Tensor) -> Started:
         """Nothing is gained by doing it later: the cores that sum are those that compute."""
@@ -78,20 +81,22 @@ class NeighbourCollective:
         self._neighbours.close()
 
     @torch.no_grad()
-    def _combine_all(self, tensors: Sequence[Tensor], combine: Combine) -> None:
+    def _combine_all(self, tensors: Sequence[Tensor], combine: Combine, *, lays_down: bool = True) -> None:
+        """Where a rank lays nothing down, nobody reads what it has."""
         for tensor in tensors:
             assert not tensor.is_cuda, f"shared memory was handed a {tensor.device} tensor"
             flat = tensor.reshape(-1)
             for piece in flat.split(PIECE_BYTES // flat.element_size()):
-                self._combine(piece, combine)
+                self._combine(piece, combine, lays_down)
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view_as(tensor))
 
-    def _combine(self, piece: Tensor, combine: Combine) -> None:
+    def _combine(self, piece: Tensor, combine: Combine, lays_down: bool) -> None:
         start = (self._number % 2) * PIECE_BYTES
         stop = start + piece.nbytes
         pieces = [memory[start:stop].view(piece.dtype) for memory in self._neighbours.memories]
-        pieces[self.rank].copy_(piece)
+        if lays_down:
+            pieces[self.rank].copy_(piece)
         self._meet(piece.nbytes)
         combine(piece, pieces)
         self._number += 1

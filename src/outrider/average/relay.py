@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from outrider.average.arena import Arena
 from outrider.average.collective import Collective, RankCollective
+
+ALONE_BYTES = 2**20
 
 
 @torch.no_grad()
@@ -46,6 +49,8 @@ class Relay:
         self._collective = collective
         self._device = device
         self._timeout_s = timeout_s
+        # The last one that was relayed: equal on all ranks, and most are the same as the one before.
+        self._manifest = b""
 
     def arena(self, source: int) -> None:
         """Every rank gets the parameters and buffers of one."""
@@ -59,14 +64,15 @@ class Relay:
         The source's `manifest` tells the others what more there is; `places` makes the tensors that hold it out of the
         manifest: full ones on the source, and on the others such that are written into.
         """
-        *rows, sizes = zip(*self._gathered([*facts, float(len(manifest))]), strict=True)
+        *rows, sizes, digests = zip(*self._gathered([*facts, len(manifest), _digest(manifest)]), strict=True)
         started_s = time.perf_counter()
-        self.arena(source)
-        manifest = self._bytes(manifest, source, size=round(sizes[source]))
-        tensors = places(manifest)
-        self._tensors(tensors, source)
+        if (sizes[source], digests[source]) != (len(self._manifest), _digest(self._manifest)):
+            self._manifest = self._bytes(manifest, source, size=round(sizes[source]))
+        tensors = places(self._manifest)
+        self._arena.reclaim()
+        self._tensors([*self._arena.flats.values(), *self._arena.integers, *tensors], source)
         ms = (time.perf_counter() - started_s) * 1e3
-        return Relayed(facts=tuple(zip(*rows, strict=True)), manifest=manifest, tensors=tensors, ms=ms)
+        return Relayed(facts=tuple(zip(*rows, strict=True)), manifest=self._manifest, tensors=tensors, ms=ms)
 
     def _bytes(self, own: bytes, source: int, *, size: int) -> bytes:
         is_source = self._collective.rank == source
@@ -78,25 +84,26 @@ class Relay:
 
     @torch.no_grad()
     def _tensors(self, tensors: Sequence[Tensor], source: int) -> None:
-        """All of one dtype travel as one, since there may be hundreds; as bytes, which every transport takes."""
+        """As bytes, which every transport takes."""
         is_source = self._collective.rank == source
-        filled = [tensor for tensor in tensors if tensor.numel()]
-        dtypes = dict.fromkeys(tensor.dtype for tensor in filled)
-        groups = [[tensor for tensor in filled if tensor.dtype == dtype] for dtype in dtypes]
-        flats = [self._flat(group, is_full=is_source) for group in groups]
-        self._collective.broadcast_([flat.view(torch.uint8) for flat in flats], source)
+        for group in _groups(tensors):
+            flat = self._filled(group) if is_source else self._empty(group)
+            self._collective.broadcast_([flat.view(torch.uint8)], source)
+            if not is_source:
+                _spread(flat, group)
         self._collective.finish(self._timeout_s)
-        if is_source:
-            return
-        for group, flat in zip(groups, flats, strict=True):
-            for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
-    def _flat(self, group: Sequence[Tensor], *, is_full: bool) -> Tensor:
-        if is_full:
-            return torch.cat([tensor.reshape(-1).to(self._device) for tensor in group])
-        num_elements = sum(tensor.numel() for tensor in group)
-        return torch.empty(num_elements, dtype=group[0].dtype, device=self._device)
+    def _filled(self, group: Sequence[Tensor]) -> Tensor:
+        """Brought together where they are, where that is one place: a copy to another costs most by its number."""
+        if len({tensor.device for tensor in group}) > 1:
+            group = [tensor.to(self._device) for tensor in group]
+        parts = [tensor.reshape(-1) for tensor in group]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
+
+    def _empty(self, group: Sequence[Tensor]) -> Tensor:
+        if len(group) == 1 and group[0].device == self._device and group[0].is_contiguous():
+            return group[0].view(-1)
+        return torch.empty(sum(map(Tensor.numel, group)), dtype=group[0].dtype, device=self._device)
 
     def _gathered(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row; float64 has room for numbers of bytes and of samples."""
@@ -108,3 +115,27 @@ class Relay:
         self._collective.finish(self._timeout_s)
         told: list[list[float]] = rows.tolist()
         return told
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Small ones of a dtype travel as one, since there may be hundreds; a large one alone, since a copy needs room."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    large = [tensor for tensor in filled if tensor.nbytes >= ALONE_BYTES]
+    small = [tensor for tensor in filled if tensor.nbytes < ALONE_BYTES]
+    dtypes = dict.fromkeys(tensor.dtype for tensor in small)
+    return [[tensor] for tensor in large] + [[one for one in small if one.dtype == dtype] for dtype in dtypes]
+
+
+def _spread(flat: Tensor, group: Sequence[Tensor]) -> None:
+    """What arrived goes where it belongs, and stays where it is there already."""
+    if len(group) == 1 and group[0].data_ptr() == flat.data_ptr():
+        return
+    if len(devices := {tensor.device for tensor in group}) == 1:
+        flat = flat.to(devices.pop())
+    for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _digest(manifest: bytes) -> int:
+    """Small enough for a float64 to hold."""
+    return int.from_bytes(blake2b(manifest, digest_size=6).digest())

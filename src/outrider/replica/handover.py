@@ -18,15 +18,24 @@ from torch import Tensor
 from outrider.replica.rates import OptimizerForm
 from outrider.replica.replica import Replica
 
-_STEPS_BYTES = 8
 State = dict[int, dict[str, Any]]
 """An optimizer's state, by the number of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
-    """What one replica hands to another: a manifest, and the tensors that it speaks of, in its order."""
+class _Hollow:
+    shape: torch.Size
+    dtype: torch.dtype
 
+    def made(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What one replica hands to another: its steps, a manifest, and the tensors that it speaks of, in its order."""
+
+    steps: int
     manifest: bytes
     tensors: Sequence[Tensor]
 
@@ -34,11 +43,7 @@ class Cargo:
 def pack(replica: Replica) -> Cargo:
     """Everything that its steps changed beside parameters, buffers and the schedule, which follows the samples."""
     state: State = replica.optimizer.state_dict()["state"]
-    # In the manifest tensors have shapes but no numbers: those need not go through a file.
-    hollow = _changed(state, lambda tensor: tensor.to("meta"))
-    buffer = io.BytesIO()
-    torch.save(hollow, buffer)
-    return Cargo(replica.steps.to_bytes(_STEPS_BYTES) + buffer.getvalue(), list(_tensors(state)))
+    return Cargo(replica.steps, _manifest(state), list(_tensors(state)))
 
 
 def places(replica: Replica, manifest: bytes) -> list[Tensor]:
@@ -60,17 +65,43 @@ def take_over(replica: Replica, cargo: Cargo, *, at: int) -> None:
     else:
         _replace(replica, state)
     replica.follow_schedule(at)
-    replica.steps = int.from_bytes(cargo.manifest[:_STEPS_BYTES])
+    replica.steps = cargo.steps
+
+
+def _manifest(state: State) -> bytes:
+    """There tensors have shapes but no numbers: those need not go through a file."""
+    form = tuple((number, tuple(map(_form, entry.items()))) for number, entry in state.items())
+    try:
+        return _saved(form)
+    except TypeError:  # some optimizers keep lists
+        return _saved.__wrapped__(form)
+
+
+def _form(item: tuple[str, Any]) -> tuple[str, Any]:
+    """A tensor's shape and dtype stand for it; what is none stands for itself."""
+    key, value = item
+    return (key, _Hollow(value.shape, value.dtype)) if isinstance(value, Tensor) else item
+
+
+@lru_cache(maxsize=2)
+def _saved(form: Any) -> bytes:
+    """Saving and opening take milliseconds, and most manifests are the same as the one before."""
+    hollow = {
+        number: {key: value.made() if isinstance(value, _Hollow) else value for key, value in entry}
+        for number, entry in form
+    }
+    buffer = io.BytesIO()
+    torch.save(hollow, buffer)
+    return buffer.getvalue()
 
 
 def _state(manifest: bytes) -> State:
     """A copy, for whoever fills it in."""
-    return _changed(_opened(manifest[_STEPS_BYTES:]), lambda tensor: tensor)
+    return _changed(_opened(manifest), lambda tensor: tensor)
 
 
 @lru_cache(maxsize=2)
 def _opened(manifest: bytes) -> State:
-    """Opening takes milliseconds, and most are the same as the one before."""
     opened: State = torch.load(io.BytesIO(manifest), weights_only=True)
     return opened
 

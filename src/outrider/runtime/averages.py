@@ -206,19 +206,20 @@ class GroupAverages:
         replica = self._replica
         assert isinstance(replica, Replica), "in a user's loop nobody rests"
         is_source = replica.rank == source
-        own = handover.pack(replica) if is_source else handover.Cargo(b"", ())
+        own = handover.pack(replica) if is_source else handover.Cargo(0, b"", ())
         # Who rests does so on the host: its device has nothing to wait for.
         self._await_others()
         relayed = self._relay.everything(
             source,
-            facts=[samples, *facts],
+            facts=[samples, own.steps, *facts],
             manifest=own.manifest,
             places=lambda manifest: own.tensors if is_source else handover.places(replica, manifest),
         )
         if not is_source:
-            handover.take_over(replica, handover.Cargo(relayed.manifest, relayed.tensors), at=at)
+            steps = round(relayed.facts[source][1])
+            handover.take_over(replica, handover.Cargo(steps, relayed.manifest, relayed.tensors), at=at)
         return Settled(
-            facts=tuple(row[1:] for row in relayed.facts),
+            facts=tuple(row[2:] for row in relayed.facts),
             total_samples=round(sum(row[0] for row in relayed.facts)),
             total_ms=relayed.ms,
         )
