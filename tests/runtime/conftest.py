@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import psutil
@@ -11,7 +12,12 @@ import pytest
 @pytest.fixture
 def wait_until_gone() -> Callable[[list[int]], None]:
     def wait(pids: list[int]) -> None:
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+        there = []
+        for pid in pids:
+            # Asking first whether it is there would leave it time to go in between.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                there.append(psutil.Process(pid))
+        _, alive = psutil.wait_procs(there, timeout=20)
         assert not alive
 
     return wait
