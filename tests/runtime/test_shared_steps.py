@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.core.effects import Batch, HandOver, Lease, Merge, Report, SharedStep, Step
+from outrider.core.effects import Batch, Confer, HandOver, Lease, Merge, Report, SharedStep, Step
 from outrider.data.feed import make_feed
 from outrider.data.leases import LocalLeases
 from outrider.replica.recipe import Recipe
@@ -125,3 +125,16 @@ def test_what_the_last_average_of_a_segment_cost_is_counted_too(driver: Driver) 
     run(driver, alone_then_merged)
     assert driver.account.averages == 1
     assert driver.account.cost_s > 0
+
+
+def alone_with_a_word(reports: list[Report]) -> Iterator[Step | Confer | HandOver]:
+    yield Step(Batch(0, 4), at=0)
+    reports.append((yield Confer(source=0, samples=4)))
+    yield Step(Batch(4, 8), at=4)
+    reports.append((yield HandOver(source=0, samples=8, at=4)))
+
+
+def test_a_word_while_one_rank_works_alone_is_no_average_but_accounts_for_its_samples(driver: Driver) -> None:
+    reports = run(driver, alone_with_a_word)
+    assert [report.ranks[0].samples for report in reports] == [4, 8]
+    assert (driver.reached, driver.samples, driver.account.averages) == (12, 12, 1)

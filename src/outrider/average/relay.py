@@ -64,7 +64,7 @@ class Relay:
         The source's `manifest` tells the others what more there is; `places` makes the tensors that hold it out of the
         manifest: full ones on the source, and on the others such that are written into.
         """
-        *rows, sizes, digests = zip(*self._gathered([*facts, len(manifest), _digest(manifest)]), strict=True)
+        *columns, sizes, digests = zip(*self.facts([*facts, len(manifest), _digest(manifest)]), strict=True)
         started_s = time.perf_counter()
         if (sizes[source], digests[source]) != (len(self._manifest), _digest(self._manifest)):
             self._manifest = self._bytes(manifest, source, size=round(sizes[source]))
@@ -72,7 +72,7 @@ class Relay:
         self._arena.reclaim()
         self._tensors([*self._arena.flats.values(), *self._arena.integers, *tensors], source)
         ms = (time.perf_counter() - started_s) * 1e3
-        return Relayed(facts=tuple(zip(*rows, strict=True)), manifest=self._manifest, tensors=tensors, ms=ms)
+        return Relayed(facts=tuple(zip(*columns, strict=True)), manifest=self._manifest, tensors=tensors, ms=ms)
 
     def _bytes(self, own: bytes, source: int, *, size: int) -> bytes:
         is_source = self._collective.rank == source
@@ -105,7 +105,7 @@ class Relay:
             return group[0].view(-1)
         return torch.empty(sum(map(Tensor.numel, group)), dtype=group[0].dtype, device=self._device)
 
-    def _gathered(self, row: Sequence[float]) -> list[list[float]]:
+    def facts(self, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
         """Every rank's row; float64 has room for numbers of bytes and of samples."""
         rows = torch.zeros(self._collective.world_size, len(row), dtype=torch.float64)
         rows[self._collective.rank] = torch.tensor(row, dtype=torch.float64)
@@ -113,8 +113,7 @@ class Relay:
         self._collective.sum_([rows])
         # A lost peer must not make the host wait forever.
         self._collective.finish(self._timeout_s)
-        told: list[list[float]] = rows.tolist()
-        return told
+        return tuple(map(tuple, rows.tolist()))
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

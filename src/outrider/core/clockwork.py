@@ -17,6 +17,7 @@ from outrider.core.effects import (
     Batch,
     Begin,
     Collect,
+    Confer,
     Effect,
     Expect,
     HandOver,
@@ -154,6 +155,7 @@ class Clockwork:
             Poll: self._poll,
             Collect: self._collect,
             Take: self._take,
+            Confer: self._confer,
             HandOver: self._hand_over,
             Merge: self._merge,
             Note: self._nothing,
@@ -250,6 +252,9 @@ class Clockwork:
     def _average(self, rank: int, effect: Average) -> bool:
         self.work.snapshot(rank)
         return self._meet(rank, self._facts(rank), self.costs.average_ms, self._finish_average)
+
+    def _confer(self, rank: int, effect: Confer) -> bool:
+        return self._meet(rank, self._facts(rank), self.costs.take_ms, lambda ranks: self._report(ranks, None))
 
     def _hand_over(self, rank: int, effect: HandOver) -> bool:
         def finish(ranks: tuple[RankFacts, ...]) -> Report:

@@ -168,6 +168,17 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
+class Confer:
+    """Meet all ranks, who tell each other what they did, and nothing else; the result is a Report.
+
+    `source` works alone and goes on, the others rest.
+    """
+
+    source: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class HandOver:
     """Meet all ranks, who take over everything that training changed on `source`; the result is a Report.
 
@@ -193,5 +204,5 @@ class Note:
     decision: Decision
 
 
-Effect = Take | Expect | Step | SharedStep | Average | Begin | Poll | Collect | HandOver | Merge | Note
+Effect = Take | Expect | Step | SharedStep | Average | Begin | Poll | Collect | Confer | HandOver | Merge | Note
 Policy = Generator[Effect, Any, None]

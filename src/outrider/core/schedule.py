@@ -13,6 +13,7 @@ from outrider.core.effects import (
     Batch,
     Begin,
     Collect,
+    Confer,
     Effect,
     Expect,
     HandOver,
@@ -55,6 +56,8 @@ def _entry(effect: Effect, result: object) -> Entry | None:
             return ["shared", batch.start, batch.count, at]
         case Average(samples):
             return ["average", samples]
+        case Confer(source, samples):
+            return ["confer", source, samples]
         case HandOver(source, samples, at):
             return ["hand over", source, samples, at]
         case Merge(samples):
@@ -75,6 +78,8 @@ def _effect(entry: Entry) -> Effect:
             return SharedStep(Batch(start, count), at)
         case ["average", samples]:
             return Average(samples)
+        case ["confer", source, samples]:
+            return Confer(source, samples)
         case ["hand over", source, samples, at]:
             return HandOver(source, samples, at)
         case ["merge", samples]:

@@ -46,6 +46,7 @@ class Averages(Protocol):
     def is_ready(self) -> bool: ...
     def load(self) -> Settled: ...
     def correct(self) -> Settled: ...
+    def confer(self, samples: int, facts: Sequence[float]) -> Settled: ...
     def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled: ...
     def step_ahead(self) -> None: ...
     def step_back(self) -> None: ...
@@ -95,6 +96,9 @@ class SoloAverages:
         return self._begun
 
     correct = load
+
+    def confer(self, samples: int, facts: Sequence[float]) -> Settled:
+        return self.average(samples, facts)
 
     def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
         return self.average(samples, facts)
@@ -200,6 +204,12 @@ class GroupAverages:
 
     def correct(self) -> Settled:
         return self._saw(self._averager.correct())
+
+    def confer(self, samples: int, facts: Sequence[float]) -> Settled:
+        """The facts of all, and nothing else."""
+        self._await_others()
+        rows = self._relay.facts([samples, *facts])
+        return Settled(facts=tuple(row[1:] for row in rows), total_samples=round(sum(row[0] for row in rows)))
 
     def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
         """Every rank goes on as if it had taken the steps of `source`; `total_ms` leaves the wait for it out."""

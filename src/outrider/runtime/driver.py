@@ -17,6 +17,7 @@ from outrider.core.effects import (
     Batch,
     Begin,
     Collect,
+    Confer,
     Effect,
     Expect,
     HandOver,
@@ -99,6 +100,7 @@ class Driver:
             Begin: self._begin,
             Poll: self._poll,
             Collect: self._collect,
+            Confer: self._confer,
             HandOver: self._hand_over,
             Merge: self._merge,
             Note: self._note,
@@ -205,6 +207,17 @@ class Driver:
         self._record_average(report, (settled.total_ms or 0.0) / 1e3)
         return report
 
+    def _confer(self, effect: Confer) -> Report:
+        if self.replica.rank == effect.source:
+            self._wait_for_device()
+            self._measure_window()
+        else:
+            self.window_log.end()
+        started_s = time.perf_counter()
+        settled = self.averages.confer(effect.samples, self.facts())
+        self._rest(effect.source, settled, elapsed_s=time.perf_counter() - started_s)
+        return self._report(settled, is_blocking=True, is_average=False)
+
     def _hand_over(self, effect: HandOver) -> Report:
         is_source = self.replica.rank == effect.source
         if is_source:
@@ -216,16 +229,20 @@ class Driver:
         at = self.epoch_base + effect.at
         settled = self.averages.hand_over(effect.source, effect.samples, self.facts(), at=at)
         elapsed_s = time.perf_counter() - started_s
-        rested_s = 0.0 if is_source else max(0.0, elapsed_s - (settled.total_ms or 0.0) / 1e3)
+        self._rest(effect.source, settled, elapsed_s=elapsed_s)
+        report = self._report(settled, is_blocking=True)
+        if is_source:
+            self._record_average(report, elapsed_s)
+        return report
+
+    def _rest(self, source: int, settled: Settled, *, elapsed_s: float) -> None:
+        """Up to a meeting all ranks but one had nothing to do."""
+        rested_s = 0.0 if self.replica.rank == source else max(0.0, elapsed_s - (settled.total_ms or 0.0) / 1e3)
         self.window.exposed_s = elapsed_s - rested_s
         self.account.wait_s += rested_s
         self.recorder.wait("rest", rested_s)
         self.has_shared = False
         self.restart_clocks()
-        report = self._report(settled, is_blocking=True)
-        if is_source:
-            self._record_average(report, elapsed_s)
-        return report
 
     def _merge(self, effect: Merge) -> None:
         settled = self.averages.average(effect.samples, self._facts(is_dry=True))
@@ -243,7 +260,7 @@ class Driver:
     def _facts(self, *, is_dry: bool) -> list[float]:
         return self.window.facts(is_dry=is_dry, wants_stop=self.stop_requested())
 
-    def _report(self, settled: Settled, *, is_blocking: bool) -> Report:
+    def _report(self, settled: Settled, *, is_blocking: bool, is_average: bool = True) -> Report:
         report = as_report(self.windows, settled.facts, settled.drift)
         self.windows += 1
         # What was averaged, not what was told: a device tells of a shared step with the next one.
@@ -251,7 +268,7 @@ class Driver:
         self.drift = settled.drift
         self.is_stopped = self.is_stopped or report.wants_stop
         waited_before_s = self.account.wait_s
-        self.account.averages += 1
+        self.account.averages += is_average
         self.account.charge(report, self.replica.rank, is_blocking=is_blocking)
         self._record_wait(report, self.account.wait_s - waited_before_s)
         return report
@@ -302,7 +319,12 @@ class Driver:
         self.replica.check_loss()
 
     def _end_window(self) -> None:
-        """The steps of a window are over, and its average starts."""
+        """What comes next is its average."""
+        self._measure_window()
+        self.recorder.event("average start", window=self.windows)
+
+    def _measure_window(self) -> None:
+        """The steps of a window are over."""
         if self.clock is not None:
             assert isinstance(self.replica, Replica)
             self.replica.watch_loss()
@@ -311,4 +333,3 @@ class Driver:
             self.window.exposed_s += measured.exposed_s
             self.window.setup_s += measured.setup_s
         self.window_log.end(self.windows)
-        self.recorder.event("average start", window=self.windows)

@@ -12,6 +12,7 @@ from itertools import islice
 
 from outrider.core.effects import (
     Batch,
+    Confer,
     Effect,
     Expect,
     HandOver,
@@ -48,11 +49,15 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
             is_common = False
             decisions = splitter.learn(report)
         elif splitter.lone is not None and (stretch := tuple(islice(wholes, splitter.stretch))):
-            samples = sum(batch.count for batch in stretch) if seat.rank == splitter.lone else 0
-            report = yield from _alone(splitter.lone, stretch, samples=samples)
+            lone, is_last = splitter.lone, stretch[-1].stop == span.stop
+            samples = sum(batch.count for batch in stretch) if seat.rank == lone else 0
+            report = yield from _alone(lone, stretch, samples=samples, is_last=is_last)
             mine += samples
-            is_common = True
             decisions = splitter.learn_alone(report)
+            is_common = is_last
+            if not is_common and (splitter.lone is None or report.wants_stop):
+                yield HandOver(source=lone, samples=0, at=stretch[-1].start)
+                is_common = True
         else:
             break
         for decision in decisions:
@@ -64,10 +69,12 @@ def balanced(seat: Seat, splitter: Splitter, span: Lease) -> Policy:
         yield Merge(samples=mine)
 
 
-def _alone(lone: int, stretch: tuple[Batch, ...], *, samples: int) -> Generator[Effect, Report, Report]:
-    """Whole batches on one rank; the others, who take none of their samples, wait to be handed what it learned."""
+def _alone(lone: int, stretch: tuple[Batch, ...], *, samples: int, is_last: bool) -> Generator[Effect, Report, Report]:
+    """Whole batches on one rank; the others, who take none of their samples, are handed what it learned at the last."""
     if samples:
         yield Expect(stretch)
         for batch in stretch:
             yield Step(batch, at=batch.start)
-    return (yield HandOver(source=lone, samples=samples, at=stretch[-1].start))
+    if is_last:
+        return (yield HandOver(source=lone, samples=samples, at=stretch[-1].start))
+    return (yield Confer(source=lone, samples=samples))
