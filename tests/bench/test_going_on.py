@@ -85,10 +85,20 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_as_if_it_had_no
 
 def test_a_users_own_loop_goes_on_too(make_log: MakeLog, tmp_path: Path) -> None:
     planned = plan(replace(LONG, models=("resnet20-graph",), modes=("graph-sync",), depth=8, **QUICK))
-    log = make_log()
-    log.saw = stop_after(CHECKPOINT_EVERY)
+    log, stop = make_log(), stop_after(CHECKPOINT_EVERY)
+
+    def saw(case: Case, message: Message) -> None:
+        try:
+            stop(case, message)
+        except KeyboardInterrupt:
+            # A sweep that is killed has no time to put its things in order.
+            shutil.copytree(tmp_path / "stopped", tmp_path / "killed")
+            raise
+
+    log.saw = saw
     with pytest.raises(KeyboardInterrupt):
         run_sweep(planned, output=tmp_path / "stopped", watcher=log)
+    assert can_go_on(tmp_path / "killed" / planned[0].case.folder, planned[0].case)
     [went_on] = run_sweep(planned, output=tmp_path / "stopped", watcher=make_log()).runs
     [whole] = run_sweep(planned, output=tmp_path / "whole", watcher=make_log()).runs
     assert went_on.went_on

@@ -53,6 +53,8 @@ def run_case(planned: Planned, folder: Path, *, on_message: OnMessage = lambda m
 
     def saw(message: Message) -> None:
         if keeps and message.kind == "epoch":
+            # A session writes its configuration with its first batch, over the one that was there.
+            _annotate(folder, "config.json", block)
             checkpoint.keep_newest(folder)
         on_message(message)
 
@@ -114,7 +116,6 @@ def complete(folder: Path, block: dict[str, Any]) -> SuiteRun:
     """Put what the timeline tells into the record, so that reports need the record only."""
     timeline = read_json(folder / "timeline.json") or {}
     record = read_json(folder / "record.json") or {}
-    # A session writes its configuration when its first batch is asked for, over the one that was there.
     _annotate(folder, "config.json", block)
     _annotate(folder, "record.json", block | {"measured": measured(timeline, record.get("epochs", []))})
     run = read_run(folder)
