@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +255,17 @@ def test_a_page_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     ended = bench("report", str(tmp_path / "runs"), "--html", "--output", str(tmp_path / "page"))
     assert ended.stderr.splitlines()[-1] == f"page: {tmp_path / 'page' / 'report.html'}"
     assert sorted(path.name for path in (tmp_path / "page").iterdir()) == ["plotly.min.js", "report.html", "report.md"]
+
+
+def test_who_reads_only_the_first_lines_of_a_report_has_all_of_its_files(tmp_path: Path) -> None:
+    sweep(tmp_path)
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with os.fdopen(write_fd, "w") as closed_early:
+        command = [sys.executable, "-m", "outrider", "bench", "report", str(tmp_path), "--html"]
+        ended = subprocess.run(command, stdout=closed_early, stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in ended.stderr
+    assert [(tmp_path / name).is_file() for name in ("report.md", "report.html")] == [True, True]
 
 
 def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:

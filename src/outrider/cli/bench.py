@@ -140,13 +140,14 @@ def report(
     made = make_report(runs)
     folder = _made_folder(output or runs)
     text = markdown(made)
-    typer.echo(text, nl=False)
     write_text(folder / "report.md", text)
     say(f"report: {folder / 'report.md'}")
     if html:
         from outrider.bench.report.page import write_report_page
 
         say(f"page: {write_report_page(made, folder)}")
+    # Last: `| head` closes its end early.
+    typer.echo(text, nl=False)
 
 
 @app.command(epilog="Example: outrider bench validate --baseline baseline.json")
