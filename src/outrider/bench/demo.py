@@ -158,7 +158,8 @@ def _reading(demo: Demo) -> list[str]:
     return [
         f"ideal: {number(demo.ideal, ',.0f')} samples/s ({solos}); efficiency is measured against it,",
         f"speed-up against {SOLO}; samples/s of training time, {warm_up}",
-        f"to {number(demo.task.target, '.0%')}: training time until an epoch's evaluation first reached it",
+        f"to {number(demo.task.target, '.0%')}: training time until an epoch's evaluation first reached it;",
+        "one seed and whole epochs, of which another seed takes two more or less",
         *(f"{mode}: {spec} rested, since sharing such short steps with it is slower" for mode, spec in _rested(demo)),
         f"data: {demo.task.data_name}; {rank_words(demo.devices)}",
         f"runs: {demo.output}/<mode>",
