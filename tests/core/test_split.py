@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,6 +165,24 @@ def test_sizes_are_varied_for_four_steps() -> None:
         seen.append(splitter.next(128).samples)
         run(splitter, 1, [(0.0, 1.0), (0.0, 1.0)])
     assert seen == [(48, 80), (80, 48), (48, 80), (80, 48), (64, 64)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_two_splits_are_tried_in_turn_and_tell_enough(ranks: int) -> None:
+    chance, losses = random.Random(1), []
+    for _ in range(200):
+        truth = [(chance.uniform(0.2, 3.0), chance.uniform(0.02, 0.2)) for _ in range(ranks)]
+        splitter, tried = Splitter(world_size=ranks), []
+        run(splitter, 2, truth)
+        for _ in range(4):
+            tried.append(splitter.next(128).samples)
+            run(splitter, 1, truth)
+        assert tried[2:] == tried[:2]
+        world = [TimeModel(fixed_ms=fixed, per_sample_ms=each) for fixed, each in truth]
+        losses.append(
+            slowest_ms(world, splitter.next(128).samples) / slowest_ms(world, minimise_slowest(world, 128)) - 1
+        )
+    assert sum(losses) / len(losses) < 0.004
 
 
 def test_the_split_brings_all_ranks_to_the_same_time() -> None:
@@ -331,14 +350,15 @@ def test_steps_in_which_a_new_shape_is_captured_tell_nothing_of_speed() -> None:
     shapes = run_captured(splitter, 64, truth)
     best = minimise_slowest([TimeModel(fixed_ms=fixed, per_sample_ms=each) for fixed, each in truth], 128)
     assert splitter.next(128).samples == best
-    # The even split, four that vary around the best known, and the best.
-    assert len(shapes) <= 6
+    # The even split, two that vary around the best known, and the best.
+    assert len(shapes) <= 4
 
 
 def test_every_split_that_is_tried_waits_for_a_steady_step() -> None:
     splitter, truth = Splitter(world_size=2), ((1.0, 0.01), (2.0, 0.05))
-    shapes = run_captured(splitter, 3 * 5, truth, lag=0)
+    shapes = run_captured(splitter, 3 * 3 + 2, truth, lag=0)
     world = [TimeModel(fixed_ms=fixed, per_sample_ms=each) for fixed, each in truth]
-    # Two steps to capture each of the five splits and one to measure it: the fit then knows fixed from per-sample cost.
-    assert len(shapes) == 5
+    # Two steps to capture each of three splits and one to measure it, then the two that vary once more: the fit knows
+    # fixed from per-sample cost.
+    assert len(shapes) == 3
     assert slowest_ms(world, splitter.next(128).samples) < 1.1 * slowest_ms(world, minimise_slowest(world, 128))

@@ -160,6 +160,7 @@ class Splitter:
         self._num_steps = 0
         # The first even step counts too: it tells around which split to vary.
         self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
+        self._explored: dict[bool, tuple[int, ...]] = {}
         self._usual: Split | None = None
         self._decided: tuple[int, ...] | None = None
         # What a user shared out, or what a device cannot hold, nobody does alone.
@@ -227,8 +228,7 @@ class Splitter:
         decision = Decision("alone", None, reason)
         if self._alone.lasted < TIMES_HOLD:
             return [decision]
-        self._exploring_left = EXPLORING_STEPS + 1
-        return [decision, *self._explore()]
+        return [decision, *self._explore_anew()]
 
     def _judge_sharing(self, report: Report) -> list[Decision]:
         is_usual = self._usual is not None and report.samples == self._usual.total
@@ -283,11 +283,15 @@ class Splitter:
         if self._exploring_left:
             return self._explore()
         if 0 in self._usual.samples and self._num_steps % TIMES_HOLD == 0:
-            self._exploring_left = EXPLORING_STEPS + 1
-            return self._explore()
+            return self._explore_anew()
         best = self._best(self._usual.total)
         now_ms, best_ms = slowest_ms(self._costs(), self._usual.samples), slowest_ms(self._costs(), best)
         return self._adopt(best) if best_ms < (1 - DEAD_ZONE) * now_ms else []
+
+    def _explore_anew(self) -> list[Decision]:
+        self._exploring_left = EXPLORING_STEPS + 1
+        self._explored.clear()
+        return self._explore()
 
     def _explore(self) -> list[Decision]:
         assert self._usual is not None
@@ -326,13 +330,19 @@ class Splitter:
         return without_singles(minimise_slowest(self._costs(), total, self._caps), self._caps)
 
     def _varied(self, total: int) -> tuple[int, ...]:
-        """The best split with every other rank up and the rest down by a quarter, changing places at each step."""
-        signs = [1 if (rank + self._exploring_left) % 2 else -1 for rank in range(self._world_size)]
+        """The best split with every other rank up and the rest down by a quarter, changing places at each step.
+
+        Two splits in turn: each size is captured anew on a GPU, and two far apart tell as much as many.
+        """
+        is_odd = self._exploring_left % 2 == 1
+        if sum(self._explored.get(is_odd, ())) == total:
+            return self._explored[is_odd]
+        signs = [1 if (rank + is_odd) % 2 else -1 for rank in range(self._world_size)]
         # Four, so that a rank that was left out is measured again and a quarter less is still no single sample.
         base = [max(4, count) for count in self._best(total)]
-        return self._in_proportion(
-            total, [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
-        )
+        parts = [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
+        self._explored[is_odd] = self._in_proportion(total, parts)
+        return self._explored[is_odd]
 
     def _in_proportion(self, total: int, parts: Sequence[float]) -> tuple[int, ...]:
         return minimise_slowest([GivenCost(0.0, 1 / part) for part in parts], total, self._caps)
