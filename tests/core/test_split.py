@@ -185,6 +185,20 @@ def test_two_splits_are_tried_in_turn_and_tell_enough(ranks: int) -> None:
     assert sum(losses) / len(losses) < 0.004
 
 
+def test_the_short_batch_at_the_end_of_an_epoch_leaves_what_is_tried_as_it_was() -> None:
+    splitter, truth = Splitter(world_size=2), [(10.0, 0.5), (0.0, 1.0)]
+    run(splitter, 3, truth)
+    tried = [splitter.next(128).samples]
+    splitter.next(20)
+    run(splitter, 1, truth)
+    splitter.next(20)
+    tried.append(splitter.next(128).samples)
+    run(splitter, 1, truth)
+    again = splitter.next(128).samples
+    assert tried[0] != tried[1]
+    assert again == tried[0]
+
+
 def test_the_split_brings_all_ranks_to_the_same_time() -> None:
     splitter = Splitter(world_size=2)
     decisions = run(splitter, 7, [(10.0, 0.5), (0.0, 1.0)])

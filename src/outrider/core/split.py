@@ -160,7 +160,7 @@ class Splitter:
         self._num_steps = 0
         # The first even step counts too: it tells around which split to vary.
         self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
-        self._explored: dict[bool, tuple[int, ...]] = {}
+        self._explored: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._usual: Split | None = None
         self._decided: tuple[int, ...] | None = None
         # What a user shared out, or what a device cannot hold, nobody does alone.
@@ -335,14 +335,14 @@ class Splitter:
         Two splits in turn: each size is captured anew on a GPU, and two far apart tell as much as many.
         """
         is_odd = self._exploring_left % 2 == 1
-        if sum(self._explored.get(is_odd, ())) == total:
-            return self._explored[is_odd]
+        if (total, is_odd) in self._explored:
+            return self._explored[total, is_odd]
         signs = [1 if (rank + is_odd) % 2 else -1 for rank in range(self._world_size)]
         # Four, so that a rank that was left out is measured again and a quarter less is still no single sample.
         base = [max(4, count) for count in self._best(total)]
         parts = [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
-        self._explored[is_odd] = self._in_proportion(total, parts)
-        return self._explored[is_odd]
+        self._explored[total, is_odd] = self._in_proportion(total, parts)
+        return self._explored[total, is_odd]
 
     def _in_proportion(self, total: int, parts: Sequence[float]) -> tuple[int, ...]:
         return minimise_slowest([GivenCost(0.0, 1 / part) for part in parts], total, self._caps)
