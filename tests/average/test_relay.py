@@ -120,7 +120,7 @@ def test_a_manifest_that_all_have_is_not_sent_again() -> None:
     assert [sizes for sizes in table.sizes if sizes in ([10], [9])] == [[10], [9], [10]]
 
 
-def test_a_large_tensor_travels_alone() -> None:
+def test_a_large_tensor_travels_by_itself() -> None:
     table, full, own = Table(), torch.arange(2.0**18), torch.zeros(2**18)
     relayed_in_turn([b""], lambda rank, told: [(full if rank == SOURCE else own), torch.zeros(3)], table)
     assert torch.equal(own, full)

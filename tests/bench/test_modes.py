@@ -209,7 +209,10 @@ def test_a_rate_for_several_batches_rises_from_that_for_one(name: str, tmp_path:
 
 
 def test_the_resnets_follow_the_batch_and_the_models_with_adam_do_not() -> None:
-    assert [name for name, entry in ENTRIES.items() if entry.rate_follows_batch] == ["resnet20", "resnet20-graph"]
+    assert [name for name, entry in ENTRIES.items() if entry.joined_warm_up is not None] == [
+        "resnet20",
+        "resnet20-graph",
+    ]
 
 
 def test_ranks_that_never_average_are_not_evaluated(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When one rank works alone: told by times that are made up here, learned by the real splitter and policy."""
+"""When one rank works alone: told by times that are made up here, learned by the real splitter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.core.alone import LEAST_TRIAL_PART, SHARED_STEPS, STRETCH_MAX, STRETCH_MIN, TRIAL_PART, TRIAL_STEPS, Alone
-from outrider.core.effects import Confer, Effect, HandOver, Lease, Merge, RankFacts, Report, Seat, SharedStep, Step
-from outrider.core.policies.balanced import balanced
+from outrider.core.effects import RankFacts, Report
 from outrider.core.simulate import Network, Scenario, Speed, simulate
 from outrider.core.split import Splitter
 from outrider.core.timemodel import GivenCost
@@ -347,75 +346,6 @@ def test_a_checkpoint_from_before_anybody_could_rest_can_be_resumed() -> None:
     resumed = Splitter(world_size=2, may_rest=True)
     resumed.restore(state)
     assert resumed.lone is None
-
-
-# In the policy
-
-
-class Rester:
-    """A splitter whose fast rank works alone in stretches of two batches, until it has had so many."""
-
-    stretch = 2
-
-    def __init__(self, *, stretches: int) -> None:
-        self.left = stretches
-        self.asked = Splitter(world_size=2)
-
-    @property
-    def lone(self) -> int | None:
-        return 0 if self.left else None
-
-    def next(self, total: int) -> object:
-        return self.asked.next(total)
-
-    def learn(self, report: Report) -> list[object]:
-        return []
-
-    def learn_alone(self, report: Report) -> list[object]:
-        self.left -= 1
-        return []
-
-
-def done(*, rank: int, batches: int, stretches: int, stops_after: int | None = None) -> list[Effect]:
-    """What a rank does for so many batches; the wish to stop comes with the report of a meeting."""
-    seat = Seat(rank=rank, world_size=2, batch_size=TOTAL)
-    policy = balanced(seat, Rester(stretches=stretches), Lease(0, batches * TOTAL))  # type: ignore[arg-type]
-    effects, result = [], None
-    while True:
-        try:
-            effect = policy.send(result)
-        except StopIteration:
-            return [one for one in effects if isinstance(one, Confer | HandOver | Merge | Step | SharedStep)]
-        effects.append(effect)
-        meetings = sum(isinstance(one, Confer | HandOver) for one in effects)
-        report = stretch(ms=1.0, batches=2)
-        worked = replace(report.ranks[0], wants_stop=meetings == stops_after)
-        result = None if isinstance(effect, Step) else replace(report, ranks=(worked, report.ranks[1]))
-
-
-def names(effects: list[Effect]) -> str:
-    return " ".join(type(effect).__name__ for effect in effects)
-
-
-def test_what_one_rank_learned_goes_to_the_others_at_the_end_of_a_segment_only() -> None:
-    worked, rested = (done(rank=rank, batches=6, stretches=9) for rank in range(2))
-    assert names(worked) == "Step Step Confer Step Step Confer Step Step HandOver"
-    assert names(rested) == "Confer Confer HandOver"
-    assert worked[-1] == HandOver(source=0, samples=2 * TOTAL, at=5 * TOTAL)
-    assert rested[-1] == HandOver(source=0, samples=0, at=5 * TOTAL)
-
-
-def test_before_all_share_again_they_are_handed_what_one_has_learned() -> None:
-    worked, rested = (done(rank=rank, batches=5, stretches=2) for rank in range(2))
-    assert names(worked) == "Step Step Confer Step Step Confer HandOver SharedStep Merge"
-    assert names(rested) == "Confer Confer HandOver SharedStep Merge"
-    assert worked[6] == rested[2] == HandOver(source=0, samples=0, at=3 * TOTAL)
-
-
-def test_a_run_that_stops_while_one_works_alone_ends_with_what_it_has_learned() -> None:
-    worked, rested = (done(rank=rank, batches=6, stretches=9, stops_after=1) for rank in range(2))
-    assert names(worked) == "Step Step Confer HandOver"
-    assert names(rested) == "Confer HandOver"
 
 
 # In the simulator

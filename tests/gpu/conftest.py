@@ -18,7 +18,6 @@ from torch import nn
 
 import outrider
 from outrider.errors import OutriderError
-from outrider.runtime.mps import CONTROL
 
 NUM_SAMPLES = 2_048
 NUM_FEATURES = 32
@@ -33,15 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _daemons() -> set[int]:
-    return {process.pid for process in psutil.process_iter() if process.name() == CONTROL}
+def _mps_processes() -> dict[int, int]:
+    """Daemons and their servers, by number, with the number of their parent."""
+    seen = psutil.process_iter(["pid", "ppid", "name"])
+    return {one.info["pid"]: one.info["ppid"] for one in seen if one.info["name"].startswith("nvidia-cuda-mps")}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def new_daemons() -> Callable[[], set[int]]:
-    """The MPS daemons that were not there before the first test: other programs may have their own."""
-    before = _daemons()
-    return lambda: _daemons() - before
+    """What was not there before the first test; other programs may have daemons of their own, which start servers."""
+    before = _mps_processes()
+    return lambda: {pid for pid, parent in _mps_processes().items() if not {pid, parent} & before.keys()}
 
 
 def make_model() -> nn.Module:

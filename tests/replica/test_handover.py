@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.replica.handover import pack, take_over
+from outrider.replica.handover import Cargo, pack, places, take_over
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 
@@ -84,6 +84,22 @@ def test_the_learning_rate_follows_before_the_next_step() -> None:
     steps(taker, start=0, stop=1)
     hand_over(giver, taker, at=24)
     assert taker.learning_rate == giver.learning_rate == pytest.approx(0.01 * 0.5**6)
+
+
+def test_state_that_was_not_there_has_the_memory_format_that_it_had() -> None:
+    conv = partial(nn.Conv2d, 2, 3, 3)
+    giver, taker = (make(OPTIMIZERS["adam"], lambda: conv().to(memory_format=torch.channels_last)) for _ in range(2))
+    for parameter in giver.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    giver.optimizer.step()
+    cargo = pack(giver)
+    arrived = places(taker, cargo.manifest)
+    for tensor, place in zip(cargo.tensors, arrived, strict=True):
+        place.copy_(tensor)
+    take_over(taker, Cargo(cargo.steps, cargo.manifest, arrived), at=0)
+    given, taken = (one.optimizer.state[one.model.weight]["exp_avg"] for one in (giver, taker))
+    assert taken.stride() == given.stride() != given.contiguous().stride()
+    assert torch.equal(taken, given)
 
 
 class Remembering(torch.optim.SGD):

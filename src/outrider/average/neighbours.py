@@ -55,10 +55,11 @@ class NeighbourCollective:
         self._combine_all(tensors, _take_largest)
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        if self.rank == source:
-            self._combine_all(tensors, lambda piece, pieces: None)
-        else:
-            self._combine_all(tensors, lambda piece, pieces: piece.copy_(pieces[source]), lays_down=False)
+        def take(piece: Tensor, pieces: Sequence[Tensor]) -> None:
+            if self.rank != source:
+                piece.copy_(pieces[source])
+
+        self._combine_all(tensors, take, lays_down=self.rank == source)
 
     def start_sum_(self, tensor: Tensor) -> Started:
         """Nothing is gained by doing it later: the cores that sum are those that compute."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.average.arena import Arena
 from outrider.average.collective import Collective, RankCollective
 
-ALONE_BYTES = 2**20
+LARGE_BYTES = 2**20
 
 
 @torch.no_grad()
@@ -55,6 +55,16 @@ class Relay:
     def arena(self, source: int) -> None:
         """Every rank gets the parameters and buffers of one."""
         broadcast_arena(self._arena, self._collective, device=self._device, source=source)
+
+    def facts(self, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        """Every rank's row; float64 has room for numbers of bytes and of samples."""
+        rows = torch.zeros(self._collective.world_size, len(row), dtype=torch.float64)
+        rows[self._collective.rank] = torch.tensor(row, dtype=torch.float64)
+        rows = rows.to(self._device)
+        self._collective.sum_([rows])
+        # A lost peer must not make the host wait forever.
+        self._collective.finish(self._timeout_s)
+        return tuple(map(tuple, rows.tolist()))
 
     def everything(
         self, source: int, *, facts: Sequence[float], manifest: bytes, places: Callable[[bytes], Sequence[Tensor]]
@@ -105,22 +115,12 @@ class Relay:
             return group[0].view(-1)
         return torch.empty(sum(map(Tensor.numel, group)), dtype=group[0].dtype, device=self._device)
 
-    def facts(self, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-        """Every rank's row; float64 has room for numbers of bytes and of samples."""
-        rows = torch.zeros(self._collective.world_size, len(row), dtype=torch.float64)
-        rows[self._collective.rank] = torch.tensor(row, dtype=torch.float64)
-        rows = rows.to(self._device)
-        self._collective.sum_([rows])
-        # A lost peer must not make the host wait forever.
-        self._collective.finish(self._timeout_s)
-        return tuple(map(tuple, rows.tolist()))
-
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Small ones of a dtype travel as one, since there may be hundreds; a large one alone, since a copy needs room."""
+    """Small ones of a dtype travel as one, there may be hundreds; a large one by itself, since a copy needs room."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    large = [tensor for tensor in filled if tensor.nbytes >= ALONE_BYTES]
-    small = [tensor for tensor in filled if tensor.nbytes < ALONE_BYTES]
+    large = [tensor for tensor in filled if tensor.nbytes >= LARGE_BYTES]
+    small = [tensor for tensor in filled if tensor.nbytes < LARGE_BYTES]
     dtypes = dict.fromkeys(tensor.dtype for tensor in small)
     return [[tensor] for tensor in large] + [[one for one in small if one.dtype == dtype] for dtype in dtypes]
 

@@ -34,8 +34,6 @@ from outrider.errors import ConfigError, nearest
 from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, SchedulerFactory, StepFunction
 
 WARM_UP_FRACTION = 0.1
-JOINED_WARM_UP = 1 / 40
-"""Of all ticks: five epochs of 200."""
 RESNET_DEPTH = 20
 PUBLISHED_BY_DEPTH = {20: 0.9125, 32: 0.9249, 44: 0.9283, 56: 0.9303, 110: 0.9339}
 """He et al. 2015, Table 6: accuracy on CIFAR-10."""
@@ -61,8 +59,8 @@ class Entry:
     scheduler: ScheduleOfSteps | None = None
     augment: AugmentFunction | None = None
     max_grad_norm: float | None = None
-    rate_follows_batch: bool = False
-    """Where a step takes the batches of several ranks, the rate is that many times as large, after a warm-up."""
+    joined_warm_up: float | None = None
+    """The task's, as a part of the schedule."""
     batch_size: int = 64
     epochs: int = 5
     published: float | None = None
@@ -128,7 +126,7 @@ _TEXT = partial(
 )
 # He et al. trained with a batch of 128; their figure was obtained with it. The batches of two ranks in one step at
 # the same rate make half as many steps of the same length, which cost half a point of accuracy, and twice the rate at
-# once costs as much (docs/log.md).
+# once costs more (docs/log.md). Goyal et al. warm up over five of their epochs, here five of 200.
 _RESNET = partial(
     Entry,
     num_parameters=269_722,
@@ -138,7 +136,7 @@ _RESNET = partial(
     evaluate=bytes_accuracy,
     augment=crop_and_flip,
     data="cifar10",
-    rate_follows_batch=True,
+    joined_warm_up=1 / 40,
     batch_size=128,
     epochs=200,
     published=PUBLISHED_BY_DEPTH[RESNET_DEPTH],
@@ -249,7 +247,7 @@ def suite_task(
         scheduler=entry.scheduler(num_steps) if entry.scheduler else None,
         augment=entry.augment,
         max_grad_norm=entry.max_grad_norm,
-        joined_warm_up=max(1, round(num_steps * JOINED_WARM_UP)) if entry.rate_follows_batch else None,
+        joined_warm_up=max(1, round(num_steps * entry.joined_warm_up)) if entry.joined_warm_up else None,
         metric=entry.metric,
         larger_is_better=entry.larger_is_better,
         target=_target(entry, located),

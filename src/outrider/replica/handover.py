@@ -6,11 +6,10 @@ worked alone.
 
 from __future__ import annotations
 
-import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +21,12 @@ State = dict[int, dict[str, Any]]
 """An optimizer's state, by the number of the parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hollow:
-    shape: torch.Size
-    dtype: torch.dtype
+class _Hollow(NamedTuple):
+    """Stands for a tensor in a manifest: its numbers travel by themselves."""
 
-    def made(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +41,22 @@ class Cargo:
 def pack(replica: Replica) -> Cargo:
     """Everything that its steps changed beside parameters, buffers and the schedule, which follows the samples."""
     state: State = replica.optimizer.state_dict()["state"]
-    return Cargo(replica.steps, _manifest(state), list(_tensors(state)))
+    hollow = _changed(state, lambda tensor: _Hollow(tensor.shape, tensor.stride(), tensor.dtype))
+    return Cargo(replica.steps, pickle.dumps(hollow), list(_tensors(state)))
 
 
 def places(replica: Replica, manifest: bytes) -> list[Tensor]:
     """Where the tensors of a manifest belong: in what is there, or in new ones where the replica has another state."""
-    told = _state(manifest)
+    told: State = pickle.loads(manifest)
     if _has_place(replica.optimizer, told):
         return [own[key] for own, entry in _pairs(replica.optimizer, told) for key in _tensor_keys(entry)]
-    return [torch.empty_like(tensor, device="cpu") for tensor in _tensors(told)]
+    return [torch.empty_strided(hollow.shape, hollow.stride, dtype=hollow.dtype) for hollow in _tensors(told)]
 
 
 @torch.no_grad()
 def take_over(replica: Replica, cargo: Cargo, *, at: int) -> None:
     """Go on as if this replica had taken those steps; `at` is the samples that the world had consumed at the last."""
-    state = _state(cargo.manifest)
+    state: State = pickle.loads(cargo.manifest)
     for (entry, key), tensor in zip(_slots(state), cargo.tensors, strict=True):
         entry[key] = tensor
     if _has_place(replica.optimizer, state):
@@ -68,45 +67,11 @@ def take_over(replica: Replica, cargo: Cargo, *, at: int) -> None:
     replica.steps = cargo.steps
 
 
-def _manifest(state: State) -> bytes:
-    """There tensors have shapes but no numbers: those need not go through a file."""
-    form = tuple((number, tuple(map(_form, entry.items()))) for number, entry in state.items())
-    try:
-        return _saved(form)
-    except TypeError:  # some optimizers keep lists
-        return _saved.__wrapped__(form)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor | _Hollow)
 
 
-def _form(item: tuple[str, Any]) -> tuple[str, Any]:
-    """A tensor's shape and dtype stand for it; what is none stands for itself."""
-    key, value = item
-    return (key, _Hollow(value.shape, value.dtype)) if isinstance(value, Tensor) else item
-
-
-@lru_cache(maxsize=2)
-def _saved(form: Any) -> bytes:
-    """Saving and opening take milliseconds, and most manifests are the same as the one before."""
-    hollow = {
-        number: {key: value.made() if isinstance(value, _Hollow) else value for key, value in entry}
-        for number, entry in form
-    }
-    buffer = io.BytesIO()
-    torch.save(hollow, buffer)
-    return buffer.getvalue()
-
-
-def _state(manifest: bytes) -> State:
-    """A copy, for whoever fills it in."""
-    return _changed(_opened(manifest), lambda tensor: tensor)
-
-
-@lru_cache(maxsize=2)
-def _opened(manifest: bytes) -> State:
-    opened: State = torch.load(io.BytesIO(manifest), weights_only=True)
-    return opened
-
-
-def _changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
+def _changed(state: State, change: Callable[[Tensor], Tensor | _Hollow]) -> State:
     return {
         number: {key: change(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
         for number, entry in state.items()
@@ -114,7 +79,7 @@ def _changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
 
 
 def _tensor_keys(entry: dict[str, Any]) -> list[str]:
-    return [key for key, value in entry.items() if isinstance(value, Tensor)]
+    return [key for key, value in entry.items() if _is_tensor(value)]
 
 
 def _slots(state: State) -> Iterator[tuple[dict[str, Any], str]]:
@@ -123,7 +88,7 @@ def _slots(state: State) -> Iterator[tuple[dict[str, Any], str]]:
             yield entry, key
 
 
-def _tensors(state: State) -> Iterator[Tensor]:
+def _tensors(state: State) -> Iterator[Any]:
     for entry, key in _slots(state):
         yield entry[key]
 
@@ -149,7 +114,7 @@ def _write(optimizer: torch.optim.Optimizer, told: State) -> None:
 
 
 def _shape(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: (value.shape, value.dtype) if isinstance(value, Tensor) else None for key, value in state.items()}
+    return {key: (value.shape, value.dtype) if _is_tensor(value) else None for key, value in state.items()}
 
 
 def _replace(replica: Replica, told: State) -> None:

@@ -208,23 +208,17 @@ class Driver:
         return report
 
     def _confer(self, effect: Confer) -> Report:
-        if self.replica.rank == effect.source:
-            self._wait_for_device()
-            self._measure_window()
-        else:
-            self.window_log.end()
+        self._stop_working(effect.source)
         started_s = time.perf_counter()
         settled = self.averages.confer(effect.samples, self.facts())
         self._rest(effect.source, settled, elapsed_s=time.perf_counter() - started_s)
         return self._report(settled, is_blocking=True, is_average=False)
 
     def _hand_over(self, effect: HandOver) -> Report:
+        self._stop_working(effect.source)
         is_source = self.replica.rank == effect.source
         if is_source:
-            self._wait_for_device()
-            self._end_window()
-        else:
-            self.window_log.end()
+            self.recorder.event("average start", window=self.windows)
         started_s = time.perf_counter()
         at = self.epoch_base + effect.at
         settled = self.averages.hand_over(effect.source, effect.samples, self.facts(), at=at)
@@ -234,6 +228,13 @@ class Driver:
         if is_source:
             self._record_average(report, elapsed_s)
         return report
+
+    def _stop_working(self, source: int) -> None:
+        if self.replica.rank == source:
+            self._wait_for_device()
+            self._measure_window()
+        else:
+            self.window_log.end()
 
     def _rest(self, source: int, settled: Settled, *, elapsed_s: float) -> None:
         """Up to a meeting all ranks but one had nothing to do."""
