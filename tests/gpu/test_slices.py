@@ -97,8 +97,10 @@ def test_both_slices_take_part(runs: dict[str, Any], backend: str, policy: str) 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", ["nccl", "cpu"])
 def test_the_cost_of_averages_is_measured(runs: dict[str, Any], backend: str, policy: str) -> None:
-    assert all(epoch.averages > 0 for epoch in runs[f"{backend}-{policy}"].epochs)
-    assert all(epoch.exposed_average_fraction > 0 for epoch in runs[f"{backend}-{policy}"].epochs)
+    # In balanced one slice may come to work alone, and then averages with nobody.
+    shared = [epoch for epoch in runs[f"{backend}-{policy}"].epochs if min(epoch.share_by_rank) > 0]
+    assert shared
+    assert all(epoch.averages > 0 and epoch.exposed_average_fraction > 0 for epoch in shared)
 
 
 def test_one_slice_alone_trains(failures: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -216,55 +215,6 @@ def test_sync_equals_torch_ddp_on_the_same_batches(tmp_path: Path) -> None:
     trained = run.join().load_into(make_plain_model())
     ours = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])
     assert (ours - expected).abs().max() < 1e-6
-
-
-# Steps enough in an epoch that a rank rests in the middle of one.
-RESTING: dict[str, Any] = {"batch_size": BATCH // 2, "epochs": 3}
-
-
-class SlowAdam(torch.optim.Adam):
-    """Its update takes rank 1 so long that sharing steps with it only costs time."""
-
-    def step(self, closure: Any = None) -> Any:
-        if os.environ.get("RANK") == "1":
-            time.sleep(0.05)
-        return super().step(closure)
-
-
-@pytest.fixture(scope="module")
-def resting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Policy balanced, where rank 0 comes to work alone."""
-    return run_for_real(
-        tmp_path_factory.mktemp("balanced"),
-        make_normed_model,
-        optimizer=SlowAdam,
-        devices="cpu,cpu",
-        policy="balanced",
-        record_schedule=True,
-        **RESTING,
-    )
-
-
-def test_balanced_lets_a_rank_rest_that_only_holds_up_the_other(resting_run: Path) -> None:
-    events = json.loads((resting_run / "timeline.json").read_text())["events"]
-    assert [event["value"] for event in events if event["kind"] == "alone"] == [0]
-    assert {event["rank"] for event in events if event["kind"] == "wait" and event["cause"] == "rest"} == {1}
-    rests = [(e["t"] - e["ms"] / 1e3, e["t"]) for e in events if e["kind"] == "wait" and e["cause"] == "rest"]
-    windows = [(e["start"], e["t"]) for e in events if e["kind"] == "window" and e["rank"] == 1]
-    assert max(min(stop, end) - max(start, begin) for start, stop in windows for begin, end in rests) < 0.01
-    last = json.loads((resting_run / "record.json").read_text())["epochs"][-1]
-    assert (last["samples"], last["share_by_rank"]) == (SIZE, [1.0, 0.0])
-    assert last["wait_fraction"] > 0
-
-
-def test_a_run_in_which_one_rank_worked_alone_uses_every_sample_once(resting_run: Path) -> None:
-    assert positions_used(resting_run) == [Counter(range(SIZE))] * 3
-
-
-def test_the_lab_repeats_a_run_in_which_one_rank_worked_alone_bit_for_bit(resting_run: Path) -> None:
-    again = replayed_in_lab(resting_run, make_normed_model, ranks=2, optimizer=SlowAdam, policy="balanced", **RESTING)
-    trained = load_file(resting_run / "model.safetensors")
-    assert {name: torch.equal(tensor, again[name]) for name, tensor in trained.items()} == dict.fromkeys(trained, True)
 
 
 def test_three_real_ranks_share_a_balanced_batch_of_float64(tmp_path: Path) -> None:

@@ -137,4 +137,30 @@ def alone_with_a_word(reports: list[Report]) -> Iterator[Step | Confer | HandOve
 def test_a_word_while_one_rank_works_alone_is_no_average_but_accounts_for_its_samples(driver: Driver) -> None:
     reports = run(driver, alone_with_a_word)
     assert [report.ranks[0].samples for report in reports] == [4, 8]
-    assert (driver.reached, driver.samples, driver.account.averages) == (12, 12, 1)
+    assert (driver.reached, driver.samples, driver.account.averages) == (12, 12, 0)
+
+
+def test_what_was_learned_alone_is_handed_over_once_when_it_is_needed(driver: Driver) -> None:
+    run(driver, alone_with_a_word)
+    run(driver, alone_with_a_word)
+    assert driver.lead is not None
+    assert not driver.lags
+    driver.catch_up()
+    driver.catch_up()
+    assert (driver.lead, driver.account.averages) == (None, 1)
+    kinds = [event["kind"] for event in driver.recorder.events]
+    assert [kind for kind in kinds if kind.startswith("average")] == ["average start", "average end"]
+
+
+def alone_then_shared(reports: list[Report]) -> Iterator[Step | HandOver | SharedStep]:
+    yield Step(Batch(0, 8), at=0)
+    reports.append((yield HandOver(source=0, samples=8, at=0)))
+    reports.append((yield SharedStep(Batch(8, 4), at=8)))
+
+
+def test_a_shared_step_waits_until_all_have_caught_up(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(driver.averages, "hand_over", lambda source, at: steps.append(driver.replica.steps))
+    run(driver, alone_then_shared)
+    assert steps == [1]
+    assert (driver.lead, driver.replica.steps) == (None, 2)

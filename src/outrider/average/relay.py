@@ -6,7 +6,6 @@ and where one rank worked alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,6 +29,20 @@ def broadcast_arena(arena: Arena, collective: Collective, *, device: torch.devic
         tensor.copy_(travelling)
 
 
+def facts_of_all(collective: RankCollective, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """Every rank's row, met on the host."""
+    return tuple(map(tuple, _rows(collective, row, device=torch.device("cpu")).tolist()))
+
+
+def _rows(collective: RankCollective, row: Sequence[float], *, device: torch.device) -> Tensor:
+    """Float64 has room for numbers of bytes and of samples."""
+    rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64)
+    rows[collective.rank] = torch.tensor(row, dtype=torch.float64)
+    rows = rows.to(device)
+    collective.sum_([rows])
+    return rows
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relayed:
     """What every rank has afterwards."""
@@ -37,8 +50,6 @@ class Relayed:
     facts: tuple[tuple[float, ...], ...]
     manifest: bytes
     tensors: Sequence[Tensor]
-    ms: float
-    """What it took once all ranks were there."""
 
 
 class Relay:
@@ -57,11 +68,8 @@ class Relay:
         broadcast_arena(self._arena, self._collective, device=self._device, source=source)
 
     def facts(self, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-        """Every rank's row; float64 has room for numbers of bytes and of samples."""
-        rows = torch.zeros(self._collective.world_size, len(row), dtype=torch.float64)
-        rows[self._collective.rank] = torch.tensor(row, dtype=torch.float64)
-        rows = rows.to(self._device)
-        self._collective.sum_([rows])
+        """Every rank's row."""
+        rows = _rows(self._collective, row, device=self._device)
         # A lost peer must not make the host wait forever.
         self._collective.finish(self._timeout_s)
         return tuple(map(tuple, rows.tolist()))
@@ -75,14 +83,12 @@ class Relay:
         manifest: full ones on the source, and on the others such that are written into.
         """
         *columns, sizes, digests = zip(*self.facts([*facts, len(manifest), _digest(manifest)]), strict=True)
-        started_s = time.perf_counter()
         if (sizes[source], digests[source]) != (len(self._manifest), _digest(self._manifest)):
             self._manifest = self._bytes(manifest, source, size=round(sizes[source]))
         tensors = places(self._manifest)
         self._arena.reclaim()
         self._tensors([*self._arena.flats.values(), *self._arena.integers, *tensors], source)
-        ms = (time.perf_counter() - started_s) * 1e3
-        return Relayed(facts=tuple(zip(*columns, strict=True)), manifest=self._manifest, tensors=tensors, ms=ms)
+        return Relayed(facts=tuple(zip(*columns, strict=True)), manifest=self._manifest, tensors=tensors)
 
     def _bytes(self, own: bytes, source: int, *, size: int) -> bytes:
         is_source = self._collective.rank == source

@@ -182,7 +182,8 @@ class Confer:
 class HandOver:
     """Meet all ranks, who take over everything that training changed on `source`; the result is a Report.
 
-    One rank has worked alone, the others rested: afterwards it is as if all had taken its steps.
+    One rank has worked alone, the others rested: afterwards it is as if all had taken its steps. A driver may put off
+    the taking over until somebody needs it, so that `source` can go on alone in the next segment at no cost.
     """
 
     source: int

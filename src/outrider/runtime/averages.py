@@ -6,7 +6,7 @@ Decides which averager serves which backend, and that a world of one averages no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from outrider.average.gradients import GradientExchange
 from outrider.average.host import HostAverager
 from outrider.average.optimizer_state import OptimizerArena
 from outrider.average.overlap import Overlap
-from outrider.average.relay import Relay
+from outrider.average.relay import Relay, facts_of_all
 from outrider.errors import ConfigError, WaitError
 from outrider.replica import handover
 from outrider.replica.loop_replica import LoopReplica
@@ -47,7 +47,7 @@ class Averages(Protocol):
     def load(self) -> Settled: ...
     def correct(self) -> Settled: ...
     def confer(self, samples: int, facts: Sequence[float]) -> Settled: ...
-    def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled: ...
+    def hand_over(self, source: int, *, at: int) -> None: ...
     def step_ahead(self) -> None: ...
     def step_back(self) -> None: ...
     def wait_for_device(self) -> None: ...
@@ -100,8 +100,7 @@ class SoloAverages:
     def confer(self, samples: int, facts: Sequence[float]) -> Settled:
         return self.average(samples, facts)
 
-    def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
-        return self.average(samples, facts)
+    def hand_over(self, source: int, *, at: int) -> None: ...
 
     def step_ahead(self) -> None: ...
 
@@ -140,7 +139,8 @@ class GroupAverages:
         self._overlap = Overlap(self._gradients, self._collective)
         # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
         self._pays_to_overlap = backend == "nccl" or len(set(world.hosts)) > 1
-        self._await_others = _gate(world) if backend == "nccl" else _no_gate
+        # Who waits for another does so on the host, and keeps no device busy.
+        self._gate = world.collective_for("cpu", what="word of their arrival") if backend == "nccl" else None
         self._averager = self._make_averager(world, backend=backend, verify=verify)
         self._relay = Relay(replica.arena, self._collective, device=self._exchange.device, timeout_s=world.timeout_s)
         self._timeout_s = world.timeout_s
@@ -207,32 +207,30 @@ class GroupAverages:
 
     def confer(self, samples: int, facts: Sequence[float]) -> Settled:
         """The facts of all, and nothing else."""
-        self._await_others()
-        rows = self._relay.facts([samples, *facts])
+        rows = facts_of_all(self._gate or self._collective, [samples, *facts])
         return Settled(facts=tuple(row[1:] for row in rows), total_samples=round(sum(row[0] for row in rows)))
 
-    def hand_over(self, source: int, samples: int, facts: Sequence[float], *, at: int) -> Settled:
-        """Every rank goes on as if it had taken the steps of `source`; `total_ms` leaves the wait for it out."""
+    def hand_over(self, source: int, *, at: int) -> None:
+        """Every rank goes on as if it had taken the steps of `source`."""
         replica = self._replica
         assert isinstance(replica, Replica), "in a user's loop nobody rests"
         is_source = replica.rank == source
         own = handover.pack(replica) if is_source else handover.Cargo(0, b"", ())
-        # Who rests does so on the host: its device has nothing to wait for.
         self._await_others()
         relayed = self._relay.everything(
             source,
-            facts=[samples, own.steps, *facts],
+            facts=[own.steps],
             manifest=own.manifest,
             places=lambda manifest: own.tensors if is_source else handover.places(replica, manifest),
         )
         if not is_source:
-            steps = round(relayed.facts[source][1])
-            handover.take_over(replica, handover.Cargo(steps, relayed.manifest, relayed.tensors), at=at)
-        return Settled(
-            facts=tuple(row[2:] for row in relayed.facts),
-            total_samples=round(sum(row[0] for row in relayed.facts)),
-            total_ms=relayed.ms,
-        )
+            (steps,) = relayed.facts[source]
+            handover.take_over(replica, handover.Cargo(round(steps), relayed.manifest, relayed.tensors), at=at)
+
+    def _await_others(self) -> None:
+        """Returns when all ranks are here; sums in host memory wait there by themselves."""
+        if self._gate is not None:
+            self._gate.gather([self._replica.rank])
 
     def step_ahead(self) -> None:
         """From the average to where training goes on."""
@@ -283,16 +281,6 @@ class GroupAverages:
         # Only a rank that lost its peers can be stuck here, in a collective that ends with the process.
         with contextlib.suppress(WaitError):
             self._averager.close()
-
-
-def _gate(world: World) -> Callable[[], object]:
-    """Returns when all ranks have called it; on the host, over a group of its own."""
-    gate = world.collective_for("cpu", what="word of their arrival")
-    return lambda: gate.gather([world.rank])
-
-
-def _no_gate() -> None:
-    """Sums in host memory wait there by themselves."""
 
 
 def _check_layouts(replica: Replica | LoopReplica, world: World) -> None:

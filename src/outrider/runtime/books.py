@@ -29,6 +29,8 @@ class Books:
         self._replica = replica
         self._world = world
         self._slept_s = 0.0
+        self.accounts: list[RankAccount] = []
+        """What the ranks told when the books were closed last."""
         self.wants_stop = False
         """Whether any rank wanted to stop when the books were closed last."""
 
@@ -53,9 +55,11 @@ class Books:
         self._record_beside_training(epoch, evaluated)
         account = self._account(seconds=seconds, evaluated=evaluated, wants_stop=wants_stop)
         told_s = time.perf_counter()
-        accounts = [RankAccount(**fields) for fields in self._world.exchange_json(asdict(account), name="accounts")]
+        told = self._world.exchange_json(asdict(account), name="accounts")
+        accounts = self.accounts = [RankAccount(**fields) for fields in told]
         recorder = self._driver.recorder
-        recorder.wait("evaluation" if evaluated.seconds else "epoch boundary", time.perf_counter() - told_s)
+        has_evaluated = any(one.eval_s for one in accounts)
+        recorder.wait("evaluation" if has_evaluated else "epoch boundary", time.perf_counter() - told_s)
         self.wants_stop = any(one.wants_stop for one in accounts)
         metrics = combine(
             accounts,
@@ -86,6 +90,7 @@ class Books:
             wait_s=driver.account.wait_s,
             seconds=seconds,
             eval_s=evaluated.seconds,
+            catch_up_s=evaluated.catch_up_s,
             wants_stop=wants_stop,
             peak_memory_bytes=peak_memory_bytes(self._world.device),
         )

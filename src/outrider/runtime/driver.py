@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.average.facts import Settled
@@ -44,6 +45,14 @@ from outrider.runtime.throttle import Throttle
 from outrider.runtime.window import AverageAccount, Window, as_report
 from outrider.timeline.recorder import Recorder
 from outrider.timeline.windows import WindowLog
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """One rank has worked alone, up to the world's sample `at`: the others stand where they were."""
+
+    source: int
+    at: int
 
 
 class Driver:
@@ -88,6 +97,8 @@ class Driver:
         """The world's samples that averages have accounted for, in this epoch."""
         self.anchor: int | None = None
         self.drift: float | None = None
+        self.lead: Lead | None = None
+        """Who is ahead of the others, until they catch up; the same on all ranks."""
         self.schedule: ScheduleRecorder | None = None
         """Keeps the effects of a segment where they are asked for."""
         self.epoch_base = 0
@@ -121,6 +132,8 @@ class Driver:
                 self.window_log.end()
                 self.averages.step_back()
                 return
+            if isinstance(effect, SharedStep | Merge):
+                self.window.exposed_s += self.catch_up()
             result = (yield effect) if isinstance(effect, Step | SharedStep) else self._handlers[type(effect)](effect)
             if self.schedule is not None:
                 self.schedule.saw(effect, result)
@@ -179,7 +192,7 @@ class Driver:
         if self.clock is not None:
             self.clock.restart()
         report = self._report(settled, is_blocking=True)
-        self._record_average(report, elapsed_s)
+        self._record_average(report.window, elapsed_s, drift=report.drift)
         return report
 
     def _begin(self, effect: Begin) -> None:
@@ -204,30 +217,49 @@ class Driver:
         with self._gap():
             settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
         report = self._report(settled, is_blocking=False)
-        self._record_average(report, (settled.total_ms or 0.0) / 1e3)
+        self._record_average(report.window, (settled.total_ms or 0.0) / 1e3, drift=report.drift)
         return report
 
     def _confer(self, effect: Confer) -> Report:
         self._stop_working(effect.source)
         started_s = time.perf_counter()
         settled = self.averages.confer(effect.samples, self.facts())
-        self._rest(effect.source, settled, elapsed_s=time.perf_counter() - started_s)
+        self._rest(effect.source, elapsed_s=time.perf_counter() - started_s)
         return self._report(settled, is_blocking=True, is_average=False)
 
     def _hand_over(self, effect: HandOver) -> Report:
-        self._stop_working(effect.source)
-        is_source = self.replica.rank == effect.source
+        """Told now, done when somebody needs it: where the next segment goes on alone, that may be never."""
+        self.lead = Lead(effect.source, at=self.epoch_base + effect.at)
+        if self.lags:
+            # While it has nothing else to do: the learning rate is told by every rank.
+            assert isinstance(self.replica, Replica)
+            self.replica.follow_schedule(self.lead.at)
+        return self._confer(Confer(effect.source, effect.samples))
+
+    @property
+    def lags(self) -> bool:
+        """Whether another rank has learned what this one has not."""
+        return self.lead is not None and self.lead.source != self.replica.rank
+
+    def catch_up(self) -> float:
+        """Every rank comes to where the one stands that worked alone, if one did; what that took, in s.
+
+        All ranks call this.
+        """
+        if self.lead is None:
+            return 0.0
+        lead, self.lead = self.lead, None
+        is_source = self.replica.rank == lead.source
         if is_source:
             self.recorder.event("average start", window=self.windows)
         started_s = time.perf_counter()
-        at = self.epoch_base + effect.at
-        settled = self.averages.hand_over(effect.source, effect.samples, self.facts(), at=at)
+        self.averages.hand_over(lead.source, at=lead.at)
         elapsed_s = time.perf_counter() - started_s
-        self._rest(effect.source, settled, elapsed_s=elapsed_s)
-        report = self._report(settled, is_blocking=True)
+        self.account.averages += 1
         if is_source:
-            self._record_average(report, elapsed_s)
-        return report
+            self._record_average(self.windows, elapsed_s)
+        self.restart_clocks()
+        return elapsed_s
 
     def _stop_working(self, source: int) -> None:
         if self.replica.rank == source:
@@ -236,9 +268,9 @@ class Driver:
         else:
             self.window_log.end()
 
-    def _rest(self, source: int, settled: Settled, *, elapsed_s: float) -> None:
+    def _rest(self, source: int, *, elapsed_s: float) -> None:
         """Up to a meeting all ranks but one had nothing to do."""
-        rested_s = 0.0 if self.replica.rank == source else max(0.0, elapsed_s - (settled.total_ms or 0.0) / 1e3)
+        rested_s = 0.0 if self.replica.rank == source else elapsed_s
         self.window.exposed_s = elapsed_s - rested_s
         self.account.wait_s += rested_s
         self.recorder.wait("rest", rested_s)
@@ -281,9 +313,8 @@ class Driver:
         if report.drift is not None and waited_s >= 1e-4:
             self.recorder.event("wait", cause="average", window=report.window - 1, ms=round(waited_s * 1e3, 3))
 
-    def _record_average(self, report: Report, elapsed_s: float) -> None:
-        ms = round(elapsed_s * 1e3, 3)
-        self.recorder.event("average end", window=report.window, ms=ms, drift=report.drift)
+    def _record_average(self, window: int, elapsed_s: float, *, drift: float | None = None) -> None:
+        self.recorder.event("average end", window=window, ms=round(elapsed_s * 1e3, 3), drift=drift)
 
     def _note(self, effect: Note) -> None:
         decision = effect.decision

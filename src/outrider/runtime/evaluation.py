@@ -18,6 +18,7 @@ from outrider.data.feed import Feed
 from outrider.data.leases import Leases, OpenLeases
 from outrider.data.order import in_order
 from outrider.replica.replica import Replica
+from outrider.runtime.metrics import RankAccount
 
 BATCHES_PER_LEASE = 4
 EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
@@ -31,6 +32,8 @@ class Evaluated:
     total: float = 0.0
     samples: int = 0
     seconds: float = 0.0
+    catch_up_s: float = 0.0
+    """Part of `seconds`: bringing this rank up to date."""
 
 
 class Evaluation:
@@ -40,24 +43,38 @@ class Evaluation:
         self._replica = replica
         self._feed = feed
         self._open_leases = open_leases
-        self._share = 1 / world_size
+        self._world_size = world_size
+        self.is_worth_sharing = True
+        """Whether others are to be brought up to date for it, where one rank has worked alone."""
         # Without a backward pass twice the batch fits where the training batch did.
         self._batch_size = max(256, 2 * replica.recipe.batch_size)
         feed.start_epoch(in_order(feed.num_samples), 0)
 
-    def run(self, key: str) -> Evaluated:
-        """Evaluate this rank's part; `key` names the evaluation, the same on all ranks."""
+    def run(self, key: str, *, catch_up_s: float = 0.0, is_alone: bool = False) -> Evaluated:
+        """Evaluate this rank's part, or all of it; `key` names the evaluation, the same on all ranks.
+
+        `catch_up_s` was spent for it already.
+        """
         leases = self._open_leases(key, Lease(0, self._feed.num_samples), batch_size=self._batch_size)
         started_s = time.perf_counter()
         total, samples = 0.0, 0
-        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=self._share)
+        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=1.0 if is_alone else 1 / self._world_size)
         while (lease := leases.take(wanted)) is not None:
             batches = tuple(lease.batches(self._batch_size))
             self._feed.announce(batches)
             for batch in batches:
                 total += self._replica.evaluate(self._feed.fetch(batch)) * batch.count
                 samples += batch.count
-        return Evaluated(total=total, samples=samples, seconds=time.perf_counter() - started_s)
+        seconds = catch_up_s + time.perf_counter() - started_s
+        return Evaluated(total=total, samples=samples, seconds=seconds, catch_up_s=catch_up_s)
+
+    def judge_sharing(self, accounts: Sequence[RankAccount], *, lone: int) -> None:
+        """Take in what an evaluation took for which others were brought up to date; `lone` works alone."""
+        own = accounts[lone]
+        if own.catch_up_s and own.eval_samples:
+            total = sum(one.eval_samples for one in accounts)
+            alone_s = (own.eval_s - own.catch_up_s) * total / own.eval_samples
+            self.is_worth_sharing = max(one.eval_s for one in accounts) < alone_s
 
 
 @torch.no_grad()

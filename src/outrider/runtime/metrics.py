@@ -36,6 +36,7 @@ class EpochMetrics:
     wait_fraction: float
     """Part of the ranks' time spent waiting for others."""
     eval_s: float
+    """Evaluation; where one rank worked alone, also what it took to bring the others up to date for it."""
     train_s: float
     """Training time since the start of the run, this epoch included."""
     wall_s: float
@@ -62,6 +63,8 @@ class RankAccount:
     seconds: float
     eval_s: float
     wants_stop: bool
+    catch_up_s: float = 0.0
+    """Part of `eval_s`: bringing others up to date, where one rank worked alone."""
     peak_memory_bytes: int | None = None
 
 

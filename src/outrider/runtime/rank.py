@@ -199,6 +199,7 @@ class RankRun:
         """Call the user's callback, where there is one; whether it asked to stop."""
         if callback is None:
             return False
+        self.driver.catch_up()
         context = EpochContext(
             epoch=epoch,
             rank=self.world.rank,
@@ -263,7 +264,7 @@ class RankRun:
             self._save_checkpoint(epoch, self.position)
 
     def _conclude(self, epoch: int, seconds: float) -> EpochMetrics:
-        evaluated = self.evaluation.run(f"eval/{epoch}/{self.position}") if self.evaluation else Evaluated()
+        evaluated = self._evaluate(f"eval/{epoch}/{self.position}")
         assert self._first_epoch_s is not None
         metrics = self.books.close(
             epoch,
@@ -274,8 +275,18 @@ class RankRun:
             first_s=self._first_epoch_s,
             is_complete=self.position >= self.feed.num_samples,
         )
+        if self.evaluation is not None and self.splitter.lone is not None:
+            self.evaluation.judge_sharing(self.books.accounts, lone=self.splitter.lone)
         self.is_over = self.is_over or self.driver.is_stopped or self.books.wants_stop
         return metrics
+
+    def _evaluate(self, key: str) -> Evaluated:
+        if self.evaluation is None:
+            return Evaluated()
+        catch_up_s = self.driver.catch_up() if self.evaluation.is_worth_sharing else 0.0
+        if self.driver.lags:
+            return Evaluated()
+        return self.evaluation.run(key, catch_up_s=catch_up_s, is_alone=self.driver.lead is not None)
 
     def _go_on(self, metrics: EpochMetrics) -> None:
         """Book the epoch, and save what is due."""
@@ -293,6 +304,7 @@ class RankRun:
 
     def finish(self) -> None:
         """Leave the model, the record and the merged timeline behind."""
+        self.driver.catch_up()
         timelines = self.world.exchange_json(self.recorder.events)
         schedules = self.world.exchange_json(self.schedules) if self.config.record_schedule else None
         if self.world.rank == 0:
@@ -333,6 +345,7 @@ class RankRun:
         }
 
     def _save_checkpoint(self, epoch: int, position: int) -> None:
+        self.driver.catch_up()
         progress = checkpoint.Progress(
             epoch=epoch,
             position=position,
