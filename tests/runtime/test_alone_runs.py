@@ -25,7 +25,7 @@ from outrider.replica.recipe import Recipe
 from outrider.runtime import checkpoint
 
 # Steps enough in an epoch that a rank rests in the middle of one.
-SIZE, BATCH, SEED, EPOCHS = 331, 4, 3, 4
+SIZE, BATCH, SEED, EPOCHS = 331, 4, 3, 5
 
 
 def data() -> TensorDataset:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import nn
 
 from outrider.core.effects import Lease, Take
 from outrider.data.feed import Feed
-from outrider.data.leases import Leases, OpenLeases
+from outrider.data.leases import Leases, LocalLeases, OpenLeases
 from outrider.data.order import in_order
 from outrider.replica.replica import Replica
 from outrider.runtime.metrics import RankAccount
 
 BATCHES_PER_LEASE = 4
+TRIED_TIMES = 3
+"""Evaluations for which others are brought up to date before anybody judges whether that pays."""
 EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
 """Of a user's own loop: gets the model, or all of them where there are several, and a batch."""
 
@@ -46,6 +49,8 @@ class Evaluation:
         self._world_size = world_size
         self.is_worth_sharing = True
         """Whether others are to be brought up to date for it, where one rank has worked alone."""
+        self._shared_s: list[float] = []
+        self._alone_s: list[float] = []
         # Without a backward pass twice the batch fits where the training batch did.
         self._batch_size = max(256, 2 * replica.recipe.batch_size)
         feed.start_epoch(in_order(feed.num_samples), 0)
@@ -55,10 +60,11 @@ class Evaluation:
 
         `catch_up_s` was spent for it already.
         """
-        leases = self._open_leases(key, Lease(0, self._feed.num_samples), batch_size=self._batch_size)
+        open_leases = _open_local if is_alone else self._open_leases
+        leases = open_leases(key, Lease(0, self._feed.num_samples), batch_size=self._batch_size)
         started_s = time.perf_counter()
         total, samples = 0.0, 0
-        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=1.0 if is_alone else 1 / self._world_size)
+        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=1 / self._world_size)
         while (lease := leases.take(wanted)) is not None:
             batches = tuple(lease.batches(self._batch_size))
             self._feed.announce(batches)
@@ -71,10 +77,19 @@ class Evaluation:
     def judge_sharing(self, accounts: Sequence[RankAccount], *, lone: int) -> None:
         """Take in what an evaluation took for which others were brought up to date; `lone` works alone."""
         own = accounts[lone]
-        if own.catch_up_s and own.eval_samples:
-            total = sum(one.eval_samples for one in accounts)
-            alone_s = (own.eval_s - own.catch_up_s) * total / own.eval_samples
-            self.is_worth_sharing = max(one.eval_s for one in accounts) < alone_s
+        if not own.catch_up_s or not own.eval_samples:
+            return
+        total = sum(one.eval_samples for one in accounts)
+        self._alone_s.append((own.eval_s - own.catch_up_s) * total / own.eval_samples)
+        self._shared_s.append(max(one.eval_s for one in accounts))
+        # The first one warms up, and any other may be disturbed.
+        if len(self._shared_s) >= TRIED_TIMES:
+            self.is_worth_sharing = median(self._shared_s) < median(self._alone_s)
+
+
+def _open_local(key: str, span: Lease, *, batch_size: int) -> Leases:
+    """Nobody else asks: no need to go through a store."""
+    return LocalLeases(span, batch_size=batch_size)
 
 
 @torch.no_grad()
