@@ -146,7 +146,7 @@ def test_the_lab_repeats_it_bit_for_bit(resting_run: Path) -> None:
 
 def test_nothing_is_handed_over_where_nobody_needs_it_but_at_the_end(resting_run: Path) -> None:
     last_epoch = max(event["t"] for event in events(resting_run, "epoch end"))
-    assert [event["t"] > last_epoch for event in events(resting_run, "average end")] == [True]
+    assert [event["t"] > last_epoch for event in events(resting_run, "hand over")] == [True, True]
 
 
 def accuracy(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> float:
@@ -168,7 +168,7 @@ def test_who_lags_takes_no_part_in_an_evaluation_that_is_not_worth_catching_up_f
     ]
     assert ranks_by_epoch[0] == {0, 1}
     assert ranks_by_epoch[-1] == {0}
-    caught_up = [event["t"] for event in events(evaluated_run, "average end")]
+    caught_up = [event["t"] for event in events(evaluated_run, "hand over")]
     ends = sorted({event["t"] for event in events(evaluated_run, "epoch end") if event["rank"] == 0})
     assert not [at for at in caught_up if ends[-2] < at < ends[-1]]
 

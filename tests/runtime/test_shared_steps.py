@@ -115,14 +115,13 @@ def test_on_a_host_a_step_is_told_at_once(driver: Driver) -> None:
     assert [report.ranks[0].samples for report in run(driver)] == [4, 4, 4]
 
 
-def alone_then_merged(reports: list[Report]) -> Iterator[Step | HandOver | Merge]:
-    yield Step(Batch(0, 12), at=0)
-    reports.append((yield HandOver(source=0, samples=12, at=0)))
+def shared_then_merged(reports: list[Report]) -> Iterator[SharedStep | Merge]:
+    reports.append((yield SharedStep(Batch(0, 12), at=0)))
     yield Merge(samples=12)
 
 
 def test_what_the_last_average_of_a_segment_cost_is_counted_too(driver: Driver) -> None:
-    run(driver, alone_then_merged)
+    run(driver, shared_then_merged)
     assert driver.account.averages == 1
     assert driver.account.cost_s > 0
 
@@ -145,11 +144,18 @@ def test_what_was_learned_alone_is_handed_over_once_when_it_is_needed(driver: Dr
     run(driver, alone_with_a_word)
     assert driver.lead is not None
     assert not driver.lags
-    driver.catch_up()
-    driver.catch_up()
-    assert (driver.lead, driver.account.averages) == (None, 1)
-    kinds = [event["kind"] for event in driver.recorder.events]
-    assert [kind for kind in kinds if kind.startswith("average")] == ["average start", "average end"]
+    assert driver.catch_up() > 0
+    assert driver.catch_up() == 0
+    assert (driver.lead, driver.account.averages) == (None, 0)
+    assert [event["source"] for event in driver.recorder.events if event["kind"] == "hand over"] == [0]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_is_handed_over_in_training_is_charged_to_it(driver: Driver, is_training: bool) -> None:
+    run(driver, alone_with_a_word)
+    before_s = driver.window.exposed_s
+    seconds = driver.catch_up(is_training=is_training)
+    assert driver.window.exposed_s - before_s == pytest.approx(seconds if is_training else 0.0)
 
 
 def alone_then_shared(reports: list[Report]) -> Iterator[Step | HandOver | SharedStep]:

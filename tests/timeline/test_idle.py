@@ -46,6 +46,14 @@ def test_shared_steps_that_averaged_for_long_explain_their_gap() -> None:
     assert [gap.cause for gap in gaps_of(events, busy_except(4.1, 4.9))] == ["average"]
 
 
+def test_a_hand_over_explains_a_gap() -> None:
+    events = [*rank_events(0, "cpu"), {"t": 5.0, "rank": 0, "kind": "hand over", "source": 1, "ms": 900.0}]
+    del events[6]
+    assert [gap.cause for gap in gaps_of(events, busy_except(4.1, 4.9))] == ["average"]
+    (span,) = [span for span in spans(events) if span.name == "hand-over"]
+    assert (span.lane, span.start_s, span.end_s) == ("average", pytest.approx(4.1), 5.0)
+
+
 def test_an_average_in_the_background_does_not_explain_a_gap() -> None:
     events = rank_events(0, "cpu")
     events[6]["start"] = 3.2

@@ -97,7 +97,7 @@ class Alone:
         self._has_warmed_up = True
         if self._batches >= SHARED_STEPS:
             step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
-            # Stretches on trial are short: what handing over costs is spread over as many steps as it will be.
+            # Stretches on trial are short: what meeting costs is spread over as many steps as it will be.
             self._expected_ms = step_ms + facts.exposed_ms / _stretch(step_ms)
             self._is_proven = True
             if self._expected_ms > self._shared:

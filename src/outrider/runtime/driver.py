@@ -133,7 +133,7 @@ class Driver:
                 self.averages.step_back()
                 return
             if isinstance(effect, SharedStep | Merge):
-                self.window.exposed_s += self.catch_up()
+                self.catch_up()
             result = (yield effect) if isinstance(effect, Step | SharedStep) else self._handlers[type(effect)](effect)
             if self.schedule is not None:
                 self.schedule.saw(effect, result)
@@ -192,7 +192,7 @@ class Driver:
         if self.clock is not None:
             self.clock.restart()
         report = self._report(settled, is_blocking=True)
-        self._record_average(report.window, elapsed_s, drift=report.drift)
+        self._record_average(report, elapsed_s)
         return report
 
     def _begin(self, effect: Begin) -> None:
@@ -217,7 +217,7 @@ class Driver:
         with self._gap():
             settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
         report = self._report(settled, is_blocking=False)
-        self._record_average(report.window, (settled.total_ms or 0.0) / 1e3, drift=report.drift)
+        self._record_average(report, (settled.total_ms or 0.0) / 1e3)
         return report
 
     def _confer(self, effect: Confer) -> Report:
@@ -241,23 +241,20 @@ class Driver:
         """Whether another rank has learned what this one has not."""
         return self.lead is not None and self.lead.source != self.replica.rank
 
-    def catch_up(self) -> float:
+    def catch_up(self, *, is_training: bool = True) -> float:
         """Every rank comes to where the one stands that worked alone, if one did; what that took, in s.
 
-        All ranks call this.
+        All ranks call this. Where it `is_training`, it is charged as an average is.
         """
         if self.lead is None:
             return 0.0
         lead, self.lead = self.lead, None
-        is_source = self.replica.rank == lead.source
-        if is_source:
-            self.recorder.event("average start", window=self.windows)
         started_s = time.perf_counter()
         self.averages.hand_over(lead.source, at=lead.at)
         elapsed_s = time.perf_counter() - started_s
-        self.account.averages += 1
-        if is_source:
-            self._record_average(self.windows, elapsed_s)
+        self.recorder.event("hand over", source=lead.source, ms=round(elapsed_s * 1e3, 3))
+        if is_training:
+            self.window.exposed_s += elapsed_s
         self.restart_clocks()
         return elapsed_s
 
@@ -313,8 +310,9 @@ class Driver:
         if report.drift is not None and waited_s >= 1e-4:
             self.recorder.event("wait", cause="average", window=report.window - 1, ms=round(waited_s * 1e3, 3))
 
-    def _record_average(self, window: int, elapsed_s: float, *, drift: float | None = None) -> None:
-        self.recorder.event("average end", window=window, ms=round(elapsed_s * 1e3, 3), drift=drift)
+    def _record_average(self, report: Report, elapsed_s: float) -> None:
+        ms = round(elapsed_s * 1e3, 3)
+        self.recorder.event("average end", window=report.window, ms=ms, drift=report.drift)
 
     def _note(self, effect: Note) -> None:
         decision = effect.decision

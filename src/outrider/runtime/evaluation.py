@@ -1,4 +1,4 @@
-"""Evaluation shared by all ranks: each takes batches from a common cursor, so a fast device evaluates more.
+"""Evaluation shared by ranks: each takes batches from a common cursor, so a fast device evaluates more.
 
 Decides the size of an evaluation batch; the numbers are combined with the epoch's metrics.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,11 +18,8 @@ from outrider.data.feed import Feed
 from outrider.data.leases import Leases, LocalLeases, OpenLeases
 from outrider.data.order import in_order
 from outrider.replica.replica import Replica
-from outrider.runtime.metrics import RankAccount
 
 BATCHES_PER_LEASE = 4
-TRIED_TIMES = 3
-"""Evaluations for which others are brought up to date before anybody judges whether that pays."""
 EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
 """Of a user's own loop: gets the model, or all of them where there are several, and a batch."""
 
@@ -36,7 +32,7 @@ class Evaluated:
     samples: int = 0
     seconds: float = 0.0
     catch_up_s: float = 0.0
-    """Part of `seconds`: bringing this rank up to date."""
+    """Part of `seconds`: bringing up to date who lagged."""
 
 
 class Evaluation:
@@ -47,10 +43,6 @@ class Evaluation:
         self._feed = feed
         self._open_leases = open_leases
         self._world_size = world_size
-        self.is_worth_sharing = True
-        """Whether others are to be brought up to date for it, where one rank has worked alone."""
-        self._shared_s: list[float] = []
-        self._alone_s: list[float] = []
         # Without a backward pass twice the batch fits where the training batch did.
         self._batch_size = max(256, 2 * replica.recipe.batch_size)
         feed.start_epoch(in_order(feed.num_samples), 0)
@@ -73,18 +65,6 @@ class Evaluation:
                 samples += batch.count
         seconds = catch_up_s + time.perf_counter() - started_s
         return Evaluated(total=total, samples=samples, seconds=seconds, catch_up_s=catch_up_s)
-
-    def judge_sharing(self, accounts: Sequence[RankAccount], *, lone: int) -> None:
-        """Take in what an evaluation took for which others were brought up to date; `lone` works alone."""
-        own = accounts[lone]
-        if not own.catch_up_s or not own.eval_samples:
-            return
-        total = sum(one.eval_samples for one in accounts)
-        self._alone_s.append((own.eval_s - own.catch_up_s) * total / own.eval_samples)
-        self._shared_s.append(max(one.eval_s for one in accounts))
-        # The first one warms up, and any other may be disturbed.
-        if len(self._shared_s) >= TRIED_TIMES:
-            self.is_worth_sharing = median(self._shared_s) < median(self._alone_s)
 
 
 def _open_local(key: str, span: Lease, *, batch_size: int) -> Leases:

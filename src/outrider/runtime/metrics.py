@@ -29,6 +29,7 @@ class EpochMetrics:
     """What the step function passed to `outrider.log`."""
     learning_rate: float
     averages: int
+    """Of parameters or of gradients; what one rank hands to others is none."""
     anchor: int | None
     drift: float | None
     exposed_average_fraction: float
@@ -64,7 +65,7 @@ class RankAccount:
     eval_s: float
     wants_stop: bool
     catch_up_s: float = 0.0
-    """Part of `eval_s`: bringing others up to date, where one rank worked alone."""
+    """Part of `eval_s`: bringing up to date who lagged, where one rank worked alone."""
     peak_memory_bytes: int | None = None
 
 

@@ -31,7 +31,8 @@ from outrider.runtime.books import Books, open_leases
 from outrider.runtime.config import RunConfig
 from outrider.runtime.context import EpochContext
 from outrider.runtime.driver import Driver
-from outrider.runtime.evaluation import Evaluated, Evaluation
+from outrider.runtime.epoch_end import EpochEnd
+from outrider.runtime.evaluation import Evaluation
 from outrider.runtime.folder import RunFolder, load_into
 from outrider.runtime.messages import Link
 from outrider.runtime.metrics import EpochMetrics, as_json
@@ -127,7 +128,8 @@ class RankRun:
         )
         self.stepper = Stepper(self.driver, self.replica)
         self.books = Books(self.driver, self.replica, world)
-        self.evaluation = self._open_evaluation()
+        has_callbacks = (self.config.epoch_start or self.config.epoch_end) is not None
+        self.epoch_end = EpochEnd(self.driver, self._open_evaluation(), world=world, has_callbacks=has_callbacks)
         average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
         self.averages.start_from_rank_zero()
         self.averages.restore(average_state)
@@ -177,6 +179,7 @@ class RankRun:
             self._run_segment(epoch, span)
             if self.driver.is_stopped:
                 break
+        self.epoch_end.catch_up(is_saving=self._is_checkpoint_due(epoch + 1) or self.driver.is_stopped)
         seconds = time.perf_counter() - started_s
         metrics = self._conclude(epoch, seconds)
         self._agree_to_stop(self._call(self.config.epoch_end, epoch, metrics))
@@ -199,7 +202,6 @@ class RankRun:
         """Call the user's callback, where there is one; whether it asked to stop."""
         if callback is None:
             return False
-        self.driver.catch_up()
         context = EpochContext(
             epoch=epoch,
             rank=self.world.rank,
@@ -264,7 +266,7 @@ class RankRun:
             self._save_checkpoint(epoch, self.position)
 
     def _conclude(self, epoch: int, seconds: float) -> EpochMetrics:
-        evaluated = self._evaluate(f"eval/{epoch}/{self.position}")
+        evaluated = self.epoch_end.evaluate(f"eval/{epoch}/{self.position}")
         assert self._first_epoch_s is not None
         metrics = self.books.close(
             epoch,
@@ -275,18 +277,10 @@ class RankRun:
             first_s=self._first_epoch_s,
             is_complete=self.position >= self.feed.num_samples,
         )
-        if self.evaluation is not None and self.splitter.lone is not None:
-            self.evaluation.judge_sharing(self.books.accounts, lone=self.splitter.lone)
+        if self.splitter.lone is not None:
+            self.epoch_end.judge(self.books.accounts, lone=self.splitter.lone)
         self.is_over = self.is_over or self.driver.is_stopped or self.books.wants_stop
         return metrics
-
-    def _evaluate(self, key: str) -> Evaluated:
-        if self.evaluation is None:
-            return Evaluated()
-        catch_up_s = self.driver.catch_up() if self.evaluation.is_worth_sharing else 0.0
-        if self.driver.lags:
-            return Evaluated()
-        return self.evaluation.run(key, catch_up_s=catch_up_s, is_alone=self.driver.lead is not None)
 
     def _go_on(self, metrics: EpochMetrics) -> None:
         """Book the epoch, and save what is due."""
@@ -295,12 +289,16 @@ class RankRun:
         if metrics.is_complete:
             self.epoch += 1
             self.position = 0
-        every = self.config.checkpoint_every
         # A run that was stopped can always be resumed.
-        if self.is_over or (every is not None and self.epoch % max(1, round(every)) == 0):
+        if self.is_over or self._is_checkpoint_due(self.epoch):
             self._save_checkpoint(self.epoch, self.position)
         if self.world.rank == 0:
             write_record(self.folder, self, status="running")
+
+    def _is_checkpoint_due(self, epochs: int) -> bool:
+        """Whether one is to be saved after so many epochs."""
+        every = self.config.checkpoint_every
+        return every is not None and epochs % max(1, round(every)) == 0
 
     def finish(self) -> None:
         """Leave the model, the record and the merged timeline behind."""

@@ -24,7 +24,7 @@ class Span:
     rank: int
     lane: str
     name: str
-    """set-up, window, evaluation, average, or the cause of a wait."""
+    """set-up, window, evaluation, average, hand-over, or the cause of a wait."""
     start_s: float
     end_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -61,6 +61,8 @@ def _span(event: Event, average_starts: Mapping[int, float]) -> Span | None:
             return _make(event, COMPUTE, "evaluation", event["t"] - event["ms"] / 1e3)
         case "average end":
             return _make(event, AVERAGE, "average", average_starts.get(event["window"], event["t"]))
+        case "hand over":
+            return _make(event, AVERAGE, "hand-over", event["t"] - event["ms"] / 1e3)
         case "wait":
             return _wait(event, average_starts)
     return None
