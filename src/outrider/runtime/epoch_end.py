@@ -26,7 +26,7 @@ class EpochEnd:
         self._driver = driver
         self._evaluation = evaluation
         # Ranks that somebody else started may have a callback or an evaluation that others have not.
-        told = world.exchange_json([has_callbacks, evaluation is not None], name="what epochs end with")
+        told = world.exchange_json([has_callbacks, evaluation is not None], name="callbacks and evaluations")
         have_callbacks, evaluate = zip(*told, strict=True)
         self._needs_all = any(have_callbacks) or len(set(evaluate)) > 1
         self._longest_alone_s = ALONE_PART * world.timeout_s
