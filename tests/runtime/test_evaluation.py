@@ -23,10 +23,10 @@ def open_leases(key: str, span: Lease, *, batch_size: int) -> Leases:
     return LocalLeases(span, batch_size=batch_size)
 
 
-def evaluation(evaluate: Any, *, batch_size: int) -> Evaluation:
+def evaluation(evaluate: Any, *, batch_size: int, model: nn.Module | None = None) -> Evaluation:
     data = torch.arange(float(NUM_SAMPLES)).reshape(-1, 1)
     recipe = Recipe(
-        model=nn.Linear(1, 1),
+        model=model or nn.Linear(1, 1),
         optimizer=lambda p: torch.optim.SGD(p, 0.1),
         step=lambda model, batch: model(batch).mean(),
         dataset=data,
@@ -71,3 +71,18 @@ def test_who_evaluates_alone_takes_all_and_asks_nobody(monkeypatch: pytest.Monke
     alone = evaluation(lambda model, batch: batch.mean(), batch_size=8)
     monkeypatch.delattr(alone, "_open_leases")
     assert alone.run("eval/0", is_alone=True).samples == NUM_SAMPLES
+
+
+def test_a_layer_that_was_frozen_in_evaluation_mode_stays_so() -> None:
+    seen: list[nn.Module] = []
+
+    def evaluate(model: nn.Module, batch: torch.Tensor) -> float:
+        seen.append(model)
+        return float(any(module.training for module in model.modules()))
+
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    frozen = evaluation(evaluate, batch_size=8, model=model)
+    assert frozen.run("eval/0").total == 0.0
+    seen[0].get_submodule("1").eval()
+    assert frozen.run("eval/1").total == 0.0
+    assert [module.training for module in seen[0].modules()] == [True, True, False]

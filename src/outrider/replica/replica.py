@@ -23,6 +23,7 @@ from outrider.replica.captured import CapturedSteps
 from outrider.replica.compensation import compensate
 from outrider.replica.compiled import CompiledStep
 from outrider.replica.logbook import Logbook, writing
+from outrider.replica.modes import evaluating
 from outrider.replica.pieces import pieces
 from outrider.replica.randomness import random_state, restore_random
 from outrider.replica.rates import OptimizerForm
@@ -223,12 +224,8 @@ class Replica:
     def evaluate(self, data: Any) -> float:
         """The user's evaluation of one batch, in evaluation mode."""
         assert self.recipe.evaluate is not None
-        self.model.eval()
-        try:
-            with self.autocast():
-                value = self.call_user("evaluate", self.recipe.evaluate, self.model, data)
-        finally:
-            self.model.train()
+        with evaluating([self.model]), self.autocast():
+            value = self.call_user("evaluate", self.recipe.evaluate, self.model, data)
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return float(value)
         raise self._bad_result(

@@ -17,6 +17,7 @@ from outrider.core.effects import Lease, Take
 from outrider.data.feed import Feed
 from outrider.data.leases import Leases, LocalLeases, OpenLeases
 from outrider.data.order import in_order
+from outrider.replica.modes import evaluating
 from outrider.replica.replica import Replica
 
 BATCHES_PER_LEASE = 4
@@ -76,19 +77,12 @@ def _open_local(key: str, span: Lease, *, batch_size: int) -> Leases:
 def evaluate_all(
     function: EvaluateAll, models: Sequence[nn.Module], feed: Feed, leases: Leases, *, batch_size: int, share: float
 ) -> Evaluated:
-    """This rank's part of an evaluation in a user's own loop; the modules go back to the modes they were in."""
-    # Module by module: a layer that the user froze in evaluation mode stays there.
-    were_training = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
+    """This rank's part of an evaluation in a user's own loop."""
     total, samples = 0.0, 0
-    try:
+    with evaluating(models):
         while (lease := leases.take(Take(BATCHES_PER_LEASE * batch_size, share=share))) is not None:
             for batch in lease.batches(batch_size):
                 value = function(models[0] if len(models) == 1 else models, feed.fetch(batch))
                 total += float(value) * batch.count
                 samples += batch.count
-    finally:
-        for module, was_training in were_training:
-            module.training = was_training
     return Evaluated(total=total, samples=samples)
