@@ -45,7 +45,7 @@ case $stage in
     ;;
   text) # the two whose speed is in question, each run alone on the card; what they learn is the stage before's
     pair=$products
-    sweep --models char-rnn,gpt-nano --modes "solo-0,independent,$unhurried" --epochs "${EPOCHS:-11}" --seeds "${SEEDS:-3}"
+    sweep --models char-rnn,gpt-nano --modes "solo-0,independent,$unhurried" --epochs 11 --seeds 3
     ;;
   iteration) # torch DDP against sync, eager against captured
     mkdir -p "$output"

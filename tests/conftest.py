@@ -1,4 +1,7 @@
-"""Fails every test that leaves processes, threads, variables, ports, shared memory or temporary folders behind."""
+"""Fails every test that leaves processes, threads, variables, ports, shared memory or temporary folders behind.
+
+Also what test files of all kinds share.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,18 @@ def nothing_left_behind() -> Iterator[None]:
         leaks = _leaks(before, _look_around())
     if leaks:
         pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the ranks have: more threads add up in another order, and small tensors gain nothing from them."""
+    # Not at the top: tests of what knows no torch do without it.
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _look_around() -> Surroundings:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from outrider.average.arena import Arena
+from outrider.average.collective import RankCollective
 from outrider.average.relay import Relay, Relayed
 
 CPU = torch.device("cpu")
@@ -62,11 +64,12 @@ def relayed_in_turn(
     manifests: Sequence[bytes], places: Callable[[int, bytes], Sequence[Tensor]], table: Table | None = None
 ) -> list[list[Relayed]]:
     """One manifest after the other, each by both ranks at the same time."""
-    table = table or Table()
+    table, words_table = table or Table(), Table()
 
     def relay(rank: int) -> list[Relayed]:
         model = nn.Linear(2, 1)
-        relay = Relay(Arena(model), TableCollective(rank, table), device=CPU, timeout_s=10.0)  # type: ignore[arg-type]
+        collective, words = (cast(RankCollective, TableCollective(rank, one)) for one in (table, words_table))
+        relay = Relay(Arena(model), collective, words=words, device=CPU, timeout_s=10.0)
         outcomes = []
         for manifest in manifests:
             own = manifest if rank == SOURCE else b""
@@ -124,6 +127,5 @@ def test_a_large_tensor_travels_by_itself() -> None:
     table, full, own = Table(), torch.arange(2.0**18), torch.zeros(2**18)
     relayed_in_turn([b""], lambda rank, told: [(full if rank == SOURCE else own), torch.zeros(3)], table)
     assert torch.equal(own, full)
-    _gathering, *broadcasts = table.sizes
     (weights,) = Arena(nn.Linear(2, 1)).flats.values()
-    assert broadcasts == [[full.nbytes], [weights.nbytes + 3 * 4]]
+    assert table.sizes == [[full.nbytes], [weights.nbytes + 3 * 4]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -25,16 +25,9 @@ from outrider.bench.models.digits import lenet, logistic, mlp
 from outrider.bench.models.text import char_rnn, gpt_nano, next_symbol_loss
 from outrider.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODELS = [logistic, mlp, lenet]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more, and threads that wait for a busy core lose much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Says(nn.Module):

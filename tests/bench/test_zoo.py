@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,6 +29,8 @@ from outrider.errors import ConfigError
 from outrider.lab.train import Bench, train
 from outrider.replica.recipe import Recipe, SchedulerFactory
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 PLACE = os.environ.get("OUTRIDER_DATA") or BESIDE
 STAND_IN = DataSource(may_download=False, max_samples=256)
@@ -40,15 +41,6 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without data."""
     monkeypatch.delenv("OUTRIDER_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more, and threads that wait for a busy core lose much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # The table.

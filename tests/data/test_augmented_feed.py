@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from outrider.errors import ConfigError, DataError
 from outrider.lab.train import Bench
 from outrider.lab.train import train as train_in_lab
 from outrider.replica.recipe import Recipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS = torch.arange(40)
 
@@ -122,15 +123,6 @@ def scaled(batch: tuple[Tensor, ...], keys: Tensor) -> tuple[Tensor, ...]:
 
 def inputs_mean(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return batch[0].mean()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: more threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ from outrider.lab.train import train as train_in_lab
 from outrider.replica.recipe import Recipe
 from outrider.runtime import checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Steps enough in an epoch that a rank rests in the middle of one.
 SIZE, BATCH, SEED, EPOCHS = 331, 4, 3, 5
 
@@ -104,15 +106,6 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 def is_lab_equal(folder: Path, again: LabRun) -> bool:
     trained, state = load_file(folder / "model.safetensors"), again.state_dict()
     return all(torch.equal(tensor, state[name]) for name, tensor in trained.items())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: more threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from outrider.replica.recipe import Recipe
 from outrider.runtime.launch import launch
 from outrider.runtime.messages import Link
 from outrider.runtime.world import World
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZE, BATCH, SEED = 331, 8, 3
 """A prime, so that nothing divides it."""
@@ -84,15 +85,6 @@ def positions_used(folder: Path) -> list[Counter[int]]:
         Counter(p for rank in segment for e in rank if e[0] in steps for p in range(e[1], e[1] + e[2]))
         for segment in segments
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: more threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,13 @@ from outrider.lab.train import Bench
 from outrider.lab.train import train as train_in_lab
 from outrider.replica.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = runpy.run_path(str(Path(__file__).with_name("user_script.py")))
 BATCH, SEED, SIZE = SCRIPT["BATCH"], SCRIPT["SEED"], SCRIPT["SIZE"]
 data, loss_of, make_model, make_optimizer = (
     SCRIPT[name] for name in ("data", "loss_of", "make_model", "make_optimizer")
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: more threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def lab_on_schedule_of(ended: Any, policy: str, **changes: Any) -> dict[str, torch.Tensor]:

@@ -17,17 +17,15 @@ from torch.utils.data import TensorDataset
 
 import outrider
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED, SIZE = 5, 40
 OpenSession = Callable[..., outrider.Session]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTRIDER_DEVICES", raising=False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

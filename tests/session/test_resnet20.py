@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from outrider.lab.train import Bench
 from outrider.lab.train import train as train_in_lab
 from outrider.replica.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = runpy.run_path(str(Path(__file__).with_name("user_script.py")))
 WHAT = {
     "model": SCRIPT["make_resnet20"],
@@ -26,15 +27,6 @@ WHAT = {
     "seed": SCRIPT["SEED"],
     "policy": "cadence",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: more threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

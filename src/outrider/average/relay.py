@@ -29,20 +29,6 @@ def broadcast_arena(arena: Arena, collective: Collective, *, device: torch.devic
         tensor.copy_(travelling)
 
 
-def facts_of_all(collective: RankCollective, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """Every rank's row, met on the host."""
-    return tuple(map(tuple, _rows(collective, row, device=torch.device("cpu")).tolist()))
-
-
-def _rows(collective: RankCollective, row: Sequence[float], *, device: torch.device) -> Tensor:
-    """Float64 has room for numbers of bytes and of samples."""
-    rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64)
-    rows[collective.rank] = torch.tensor(row, dtype=torch.float64)
-    rows = rows.to(device)
-    collective.sum_([rows])
-    return rows
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relayed:
     """What every rank has afterwards."""
@@ -53,11 +39,23 @@ class Relayed:
 
 
 class Relay:
-    """From one rank to all; `device` is where tensors travel: the host, or the arena's device with NCCL."""
+    """From one rank to all; `device` is where tensors travel: the host, or the arena's device with NCCL.
 
-    def __init__(self, arena: Arena, collective: RankCollective, *, device: torch.device, timeout_s: float) -> None:
+    Facts travel in `words`, on the host: who waits there for others keeps no device busy.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        collective: RankCollective,
+        *,
+        words: RankCollective,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
         self._arena = arena
         self._collective = collective
+        self._words = words
         self._device = device
         self._timeout_s = timeout_s
         # The last one that was relayed: equal on all ranks, and most are the same as the one before.
@@ -68,10 +66,10 @@ class Relay:
         broadcast_arena(self._arena, self._collective, device=self._device, source=source)
 
     def facts(self, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-        """Every rank's row."""
-        rows = _rows(self._collective, row, device=self._device)
-        # A lost peer must not make the host wait forever.
-        self._collective.finish(self._timeout_s)
+        """Every rank's row; float64 has room for numbers of bytes and of samples."""
+        rows = torch.zeros(self._words.world_size, len(row), dtype=torch.float64)
+        rows[self._words.rank] = torch.tensor(row, dtype=torch.float64)
+        self._words.sum_([rows])
         return tuple(map(tuple, rows.tolist()))
 
     def everything(

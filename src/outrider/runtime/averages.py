@@ -22,7 +22,7 @@ from outrider.average.gradients import GradientExchange
 from outrider.average.host import HostAverager
 from outrider.average.optimizer_state import OptimizerArena
 from outrider.average.overlap import Overlap
-from outrider.average.relay import Relay, facts_of_all
+from outrider.average.relay import Relay
 from outrider.errors import ConfigError, WaitError
 from outrider.replica import handover
 from outrider.replica.loop_replica import LoopReplica
@@ -140,16 +140,25 @@ class GroupAverages:
         # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
         self._pays_to_overlap = backend == "nccl" or len(set(world.hosts)) > 1
         # Who waits for another does so on the host, and keeps no device busy.
-        self._gate = world.collective_for("cpu", what="word of their arrival") if backend == "nccl" else None
+        self._words = (
+            self._collective if backend == "cpu" else world.collective_for("cpu", what="word of their arrival")
+        )
         self._averager = self._make_averager(world, backend=backend, verify=verify)
-        self._relay = Relay(replica.arena, self._collective, device=self._exchange.device, timeout_s=world.timeout_s)
+        self._relay = Relay(
+            replica.arena,
+            self._collective,
+            words=self._words,
+            device=self._exchange.device,
+            timeout_s=world.timeout_s,
+        )
         self._timeout_s = world.timeout_s
         self._batches_by_rank = [0.0] * world.size
         self._has_optimizer = False
 
     def _make_averager(self, world: World, *, backend: str, verify: bool) -> Averager:
         verifier = Verifier(world.rank, self._collective.gather) if verify else None
-        make = HostAverager if backend == "cpu" else partial(DeviceAverager, await_others=self._await_others)
+        await_others = partial(self._words.gather, [world.rank])
+        make = HostAverager if backend == "cpu" else partial(DeviceAverager, await_others=await_others)
         return make(self._exchange, self._collective, verify=verifier, timeout_s=world.timeout_s)
 
     @property
@@ -207,7 +216,7 @@ class GroupAverages:
 
     def confer(self, samples: int, facts: Sequence[float]) -> Settled:
         """The facts of all, and nothing else."""
-        rows = facts_of_all(self._gate or self._collective, [samples, *facts])
+        rows = self._relay.facts([samples, *facts])
         return Settled(facts=tuple(row[1:] for row in rows), total_samples=round(sum(row[0] for row in rows)))
 
     def hand_over(self, source: int, *, at: int) -> None:
@@ -216,7 +225,6 @@ class GroupAverages:
         assert isinstance(replica, Replica), "in a user's loop nobody rests"
         is_source = replica.rank == source
         own = handover.pack(replica) if is_source else handover.Cargo(0, b"", ())
-        self._await_others()
         relayed = self._relay.everything(
             source,
             facts=[own.steps],
@@ -226,11 +234,6 @@ class GroupAverages:
         if not is_source:
             (steps,) = relayed.facts[source]
             handover.take_over(replica, handover.Cargo(round(steps), relayed.manifest, relayed.tensors), at=at)
-
-    def _await_others(self) -> None:
-        """Returns when all ranks are here; sums in host memory wait there by themselves."""
-        if self._gate is not None:
-            self._gate.gather([self._replica.rank])
 
     def step_ahead(self) -> None:
         """From the average to where training goes on."""

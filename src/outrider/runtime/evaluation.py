@@ -43,7 +43,7 @@ class Evaluation:
         self._replica = replica
         self._feed = feed
         self._open_leases = open_leases
-        self._world_size = world_size
+        self._share = 1 / world_size
         # Without a backward pass twice the batch fits where the training batch did.
         self._batch_size = max(256, 2 * replica.recipe.batch_size)
         feed.start_epoch(in_order(feed.num_samples), 0)
@@ -53,11 +53,16 @@ class Evaluation:
 
         `catch_up_s` was spent for it already.
         """
-        open_leases = _open_local if is_alone else self._open_leases
-        leases = open_leases(key, Lease(0, self._feed.num_samples), batch_size=self._batch_size)
+        span = Lease(0, self._feed.num_samples)
+        # Who is alone need not go through a store.
+        leases: Leases = (
+            LocalLeases(span, batch_size=self._batch_size)
+            if is_alone
+            else self._open_leases(key, span, batch_size=self._batch_size)
+        )
         started_s = time.perf_counter()
         total, samples = 0.0, 0
-        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=1 / self._world_size)
+        wanted = Take(BATCHES_PER_LEASE * self._batch_size, share=self._share)
         while (lease := leases.take(wanted)) is not None:
             batches = tuple(lease.batches(self._batch_size))
             self._feed.announce(batches)
@@ -66,11 +71,6 @@ class Evaluation:
                 samples += batch.count
         seconds = catch_up_s + time.perf_counter() - started_s
         return Evaluated(total=total, samples=samples, seconds=seconds, catch_up_s=catch_up_s)
-
-
-def _open_local(key: str, span: Lease, *, batch_size: int) -> Leases:
-    """Nobody else asks: no need to go through a store."""
-    return LocalLeases(span, batch_size=batch_size)
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ class RankRun:
         )
         self.stepper = Stepper(self.driver, self.replica)
         self.books = Books(self.driver, self.replica, world)
-        has_callbacks = (self.config.epoch_start or self.config.epoch_end) is not None
+        has_callbacks = bool(self.config.epoch_start or self.config.epoch_end)
         self.epoch_end = EpochEnd(self.driver, self._open_evaluation(), world=world, has_callbacks=has_callbacks)
         average_state = self._resume(checkpoint.find(self.config.resume)) if self.config.resume else None
         self.averages.start_from_rank_zero()
