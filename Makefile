@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+JOINED := $(VENV)/.integrations
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-slow test-integrations lint docs bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -18,13 +19,27 @@ demo: $(READY)
 	$(BIN)/outrider demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' --ignore tests/integrations
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --ignore tests/integrations
+
+test-integrations: $(JOINED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+
+$(JOINED): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,integrations]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)
+	$(BIN)/python docs/tables.py
 
 bench: $(READY)
 	$(BIN)/python -m outrider.bench.overhead

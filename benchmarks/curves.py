@@ -14,8 +14,8 @@ from pathlib import Path
 from outrider.bench.statistics import mean
 from outrider.bench.suite.groups import Group, group_runs
 from outrider.bench.suite.runs import read_runs
-from outrider.bench.suite.summary import seconds_per_epoch
-from outrider.timeline.page import INK, LINE, QUIET, RANK_COLOURS
+from outrider.bench.suite.suite_summary import seconds_per_epoch
+from outrider.timeline.web_page import INK, LINE, QUIET, RANK_COLOURS
 
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 56, 130, 16, 44

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.bench.datasets.augment import crop_and_flip, normalised
-from outrider.bench.models.cifar_resnet import resnet
-from outrider.core.effects import Batch
+from outrider.bench.datasets.cifar10 import crop_and_flip, normalised
+from outrider.bench.models.image_models import resnet
 from outrider.data.feed import Feed, make_feed
 from outrider.data.order import shuffled
-from outrider.data.parcel import parcel_of
+from outrider.data.packed_batch import packed_batch_of
+from outrider.policy.effects import Batch
 from outrider.replica.execution import choose_execution
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
@@ -102,11 +102,11 @@ def replica_case(case: dict[str, Any], feed: Feed, device: torch.device, batch_s
     replica = Replica(recipe, device=device, rank=0, name=str(device))
     first = Batch(0, batch_size)
     decision = choose_execution(
-        replica, lambda: parcel_of(feed, first), samples=batch_size, on_decision=lambda decision: print(decision)
+        replica, lambda: packed_batch_of(feed, first), samples=batch_size, on_decision=lambda decision: print(decision)
     )
 
     def step(batch: Batch) -> None:
-        replica.step(parcel_of(feed, batch), samples=batch.count, at=0)
+        replica.step(packed_batch_of(feed, batch), samples=batch.count, at=0)
 
     rounds = ms_per_step(step, batch_size=batch_size, steps=40 if replica.captured is None else 150)
     return {"case": case, "value": decision.value, "reason": decision.reason, "rounds_ms": rounds}

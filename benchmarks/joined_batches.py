@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 
 from outrider.bench.datasets.source import DataSource
-from outrider.bench.suite.options import parse_settings
-from outrider.bench.suite.plan import Request, plan
-from outrider.bench.suite.run import Planned, run_case
+from outrider.bench.suite.run_case import Planned, run_case
+from outrider.bench.suite.setting_options import parse_settings
+from outrider.bench.suite.suite_plan import SuiteRequest, plan
 from outrider.bench.suite.sweep import make_way
 from outrider.bench.tasks import Task, rising
 from outrider.machine.devices import cuda_devices, resolve_devices
 from outrider.replica.recipe import OptimizerFactory
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 SETTINGS = ["precision=bf16", "threads_per_rank=1", "timeout_s=120", "memory_format=channels_last"]
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/joined"))
     given = parser.parse_args()
     devices = resolve_devices(given.devices, cuda_devices=cuda_devices()).devices
-    request = Request(
+    request = SuiteRequest(
         models=("resnet20-graph" if given.mode == "graph-sync" else "resnet20",),
         modes=(given.mode,),
         devices=devices,

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 import outrider
-from outrider.runtime.record import commit
+from outrider.record.run_record import commit
 from outrider.timeline.recorder import Recorder
 from outrider.timeline.sampler import Sampler
 from outrider.timeline.windows import WindowLog

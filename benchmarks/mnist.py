@@ -20,8 +20,8 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.bench.datasets.source import DataSource
-from outrider.bench.suite.plan import SMALL_PAIR, Request, plan, runnable_modes
-from outrider.bench.suite.run import Planned
+from outrider.bench.suite.run_case import Planned
+from outrider.bench.suite.suite_plan import SMALL_PAIR, SuiteRequest, plan, runnable_modes
 from outrider.bench.suite.sweep import in_rounds, run_sweep
 from outrider.cli.bench_progress import PlainSweep
 from outrider.machine.devices import parse_devices
@@ -34,7 +34,7 @@ CORES_EACH = 2
 
 def planned_runs(models: Sequence[str], *, data: str, max_samples: int | None) -> list[Planned]:
     devices = parse_devices(SMALL_PAIR)
-    request = Request(
+    request = SuiteRequest(
         models=tuple(models),
         modes=tuple(name for name in runnable_modes(devices) if name != "graph-sync"),
         devices=devices,

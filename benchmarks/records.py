@@ -9,12 +9,13 @@ files may go into the same RUNS.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.suite.case import case_from_json
+from outrider.bench.suite.runs import case_from_json
 
 ONCE = ("schema_version", "environment")
 # What stands for a column that is not there.
@@ -23,7 +24,7 @@ OF_EPOCH = {
     "loss": None,
     "seconds": 0.0,
     "train_s": 0.0,
-    "wall_s": 0.0,
+    "wall_s": None,
     "share_by_rank": (),
     "averages": 0,
     "anchor": None,
@@ -58,6 +59,7 @@ def line(record: dict[str, Any]) -> dict[str, Any]:
         "epochs": {name: column([epoch[name] for epoch in record["epochs"]]) for name in OF_EPOCH},
         "totals": record["totals"],
         "measured": block["measured"],
+        "note": (record.get("options") or {}).get("note"),
     }
 
 
@@ -84,8 +86,10 @@ def unpack(file: Path, runs: Path) -> str:
     once, *lines = map(json.loads, file.read_text().splitlines())
     for one in lines:
         case = CASE | one["case"]
-        block = {"case": case, "subject": SUBJECT | one["subject"], "measured": one.get("measured", {})}
+        measured = from_epochs(one) | one.get("measured", {})
+        block = {"case": case, "subject": SUBJECT | one["subject"], "measured": measured}
         record = once | {"status": "finished", "started_at": one["started_at"], "totals": one["totals"]}
+        record |= {"options": {"note": one.get("note")}}
         folder = runs / case_from_json(case).folder
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "config.json", {"benchmark": block})
@@ -100,6 +104,25 @@ def epochs(one: dict[str, Any]) -> list[dict[str, Any]]:
     samples = one["totals"]["samples"] // count
     rows = [dict(zip(shown, values, strict=True)) for values in zip(*shown.values(), strict=True)]
     return [{"epoch": number, "samples": samples, "drift": None} | row for number, row in enumerate(rows)]
+
+
+def from_epochs(one: dict[str, Any]) -> dict[str, Any]:
+    """ms per average and anchors, for files from before records had them: by epochs, not by averages.
+
+    Averages in the background, and those of ranks that rest, took another time than what ranks waited for them.
+    """
+    rows = epochs(one)
+    averages = sum(row["averages"] for row in rows)
+    exposed = [row["exposed_average_fraction"] for row in rows]
+    found: dict[str, Any] = {}
+    is_waited_for = not one["case"]["mode"].endswith(("async", "balanced"))
+    if averages and is_waited_for and None not in exposed and any(exposed):
+        taken_s = sum(part * row["seconds"] for part, row in zip(exposed, rows, strict=True))
+        found["average_ms"] = round(taken_s * 1e3 / averages, 4)
+    anchors = [row["anchor"] for row in rows if row["anchor"] is not None]
+    if anchors:
+        found["anchors"] = [anchor for anchor, _ in itertools.groupby(anchors)]
+    return found
 
 
 def whole(values: list[Any] | dict[str, Any], count: int) -> list[Any]:

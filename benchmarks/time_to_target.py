@@ -20,10 +20,9 @@ import torch
 
 from outrider.average.outer import Outer
 from outrider.bench.datasets.mnist import mnist
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import lenet, mlp
-from outrider.lab.train import Bench, train
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, lenet, mlp
 from outrider.replica.recipe import Recipe
+from outrider.virtual.lab import Bench, train
 
 SPEEDS = (1.0, 0.4)
 AVERAGE_COST = 0.25

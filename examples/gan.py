@@ -43,7 +43,7 @@ def radius_of(generator: nn.Module, num_points: int, device: torch.device) -> to
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--policy", default="cadence", choices=["sync", "balanced", "cadence", "async"])
+    parser.add_argument("--policy", default="auto", choices=["auto", "sync", "balanced", "cadence", "async"])
     parser.add_argument("--epochs", type=int, default=12)
     wishes = parser.parse_args()
 

@@ -33,7 +33,7 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--policy", default="cadence", choices=["sync", "balanced", "cadence", "async"])
+    parser.add_argument("--policy", default="auto", choices=["auto", "sync", "balanced", "cadence", "async"])
     parser.add_argument("--epochs", type=int, default=8)
     wishes = parser.parse_args()
 

@@ -5,11 +5,12 @@ Also what test files of all kinds share.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,18 +19,23 @@ import pytest
 from hypothesis import settings
 
 # `repeatable` tries the same examples every time: CI tells what a change did, and luck finds its faults elsewhere.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("thorough", max_examples=2_000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+# None has a deadline: a busy machine is no fault of a test.
+settings.register_profile("usual", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("thorough", max_examples=2_000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
+
+# Ranks share one output: unbuffered, the parts of a line are torn apart by those of others. torchrun sets `python -u`.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # What ends by itself may take a moment: a thread that is joined later, a process that is being reaped.
 _PATIENCE_S = 3.0
 # Started once by Python or torch on first use and meant to live as long as the process.
 _LASTING_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
-_LASTING_THREADS = ("tqdm_monitor", "pytest_timeout", "outrider-nursery")
+_LASTING_THREADS = ("tqdm_monitor", "pytest_timeout", "outrider-forkserver")
 _LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # The one from which ranks are forked, which then have its command; it goes when nobody needed it for a while.
-_NURSERY = "outrider.runtime.nursery_keeper"
+_FORKSERVER = "outrider.launch.forkserver_process"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -70,6 +76,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def wait_until_gone() -> Callable[[list[int]], None]:
+    def wait(pids: list[int]) -> None:
+        there = []
+        for pid in pids:
+            # Asking first whether it is there would leave it time to go in between.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                there.append(psutil.Process(pid))
+        _, alive = psutil.wait_procs(there, timeout=20)
+        assert not alive
+
+    return wait
+
+
 def _look_around() -> Surroundings:
     this = psutil.Process()
     return Surroundings(
@@ -101,8 +121,8 @@ def _processes(this: psutil.Process) -> Iterator[str]:
             command = " ".join(child.cmdline())
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             command = "ended, but nobody waited for it"
-        is_nursery = _NURSERY in command and child.ppid() == this.pid
-        if not is_nursery and not any(lasting in command for lasting in _LASTING_COMMANDS):
+        is_forkserver = _FORKSERVER in command and child.ppid() == this.pid
+        if not is_forkserver and not any(lasting in command for lasting in _LASTING_COMMANDS):
             yield f"{child.pid} ({command[:120]})"
 
 

@@ -1,13 +1,14 @@
-"""The errors users see: a message with the values, and a hint with the way out.
+"""The errors that users see: a message with the values, and a hint with a remedy.
 
 OutriderError
 ├── ConfigError      an option or a value that cannot work
-├── DeviceError      a device that is not there or cannot be used
+│   └── MissingExtraError    a package of one of the extras is not installed
+├── DeviceError      a device that does not exist or cannot be used
 ├── DataError        a data set or a file that cannot be used
-├── StepError        the user's code, or what it returned, failed in a rank
+├── StepError        the user's code failed in a rank, or returned an invalid value
 ├── VerifyError      an average was not exact
-├── PeerLostError    another rank went away; rarely the cause, so never reported first
-└── WaitError        a wait that ended; says what it waited for
+├── PeerLostError    the connection to another rank was lost; usually a consequence, so never reported first
+└── WaitError        a wait timed out; the message names what it waited for
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 
 
 class OutriderError(Exception):
-    """Base of all errors raised on purpose; `rank` and `step` say where in a run it happened."""
+    """Base of all errors that Outrider raises; `rank` and `step` tell where in a run the error occurred."""
 
     def __init__(
         self,
@@ -48,8 +49,12 @@ class ConfigError(OutriderError, ValueError):
     """An option or a value that cannot work."""
 
 
+class MissingExtraError(ConfigError):
+    """A package of one of the extras is not installed."""
+
+
 class DeviceError(OutriderError):
-    """A device that is not there or cannot be used."""
+    """A device that does not exist or cannot be used."""
 
 
 class DataError(OutriderError):
@@ -57,7 +62,7 @@ class DataError(OutriderError):
 
 
 class StepError(OutriderError):
-    """The user's code, or what it returned, failed in a rank."""
+    """The user's code failed in a rank, or returned an invalid value."""
 
 
 class VerifyError(OutriderError):
@@ -65,11 +70,11 @@ class VerifyError(OutriderError):
 
 
 class PeerLostError(OutriderError):
-    """Another rank went away; rarely the cause, so never reported first."""
+    """The connection to another rank was lost; usually a consequence, so never reported first."""
 
 
 class WaitError(OutriderError):
-    """A wait that took too long; the message says what was waited for."""
+    """A wait timed out; the message names what it waited for."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
@@ -78,11 +83,29 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(name: str, valid: Iterable[str], *, otherwise: str) -> str:
+    """The hint for a mistyped name: the closest valid one, or another hint if none is close."""
+    close = nearest(name, valid)
+    return f"did you mean {close!r}?" if close else otherwise
+
+
+def one_of(name: str, valid: Iterable[str], *, what: str) -> str:
+    """The hint for a mistyped name with all valid ones, the closest first; `what` is their plural."""
+    close = nearest(name, valid)
+    return f"{f'did you mean {close}? ' if close else ''}{what} are {', '.join(valid)}"
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name of something that does not exist."""
+    hint = did_you_mean(name, known, otherwise="pick one of the known names")
+    return ConfigError(f"no {what} is called {name!r}, known are: {', '.join(known)}", hint=hint)
+
+
 GPU_FAULT = "CUDA error"
 
 
 def named(error: BaseException) -> str:
-    """The type of an error and what it says; of a fault on a GPU the first line, the rest is torch's advice."""
+    """The type and message of an error; for a GPU fault only the first line, because the rest is torch's advice."""
     text = str(error)
     if text.startswith(GPU_FAULT):
         text = text.partition("\n")[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch import nn
 
 import outrider
@@ -44,8 +44,7 @@ def problem() -> dict[str, Any]:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables of a world of one: `train()` adopts them, and this process is the rank."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
@@ -53,10 +52,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def train_here(one_rank: None, problem: dict[str, Any], tmp_path: Path) -> Trainer:
-    """`train()` in this process; the run folder is `tmp_path / "run"` unless said otherwise."""
+    """`train()` in this process with `cadence`; the run folder is `tmp_path / "run"` unless said otherwise."""
 
     def train(**options: Any) -> outrider.Run:
-        defaults = {"batch_size": 8, "devices": "cpu", "run_dir": tmp_path / "run"}
+        defaults = {"batch_size": 8, "devices": "cpu", "policy": "cadence", "run_dir": tmp_path / "run"}
         return outrider.train(**{**problem, **defaults, **options})
 
     return train
@@ -64,10 +63,11 @@ def train_here(one_rank: None, problem: dict[str, Any], tmp_path: Path) -> Train
 
 @pytest.fixture(scope="session")
 def train_two(problem: dict[str, Any]) -> Trainer:
-    """`train()` on two ranks that are processes of their own."""
+    """`train()` with `cadence` on two ranks that are processes of their own."""
 
     def train(**options: Any) -> outrider.Run:
-        return outrider.train(**{**problem, "batch_size": 8, "devices": "cpu,cpu@0.5", **options})
+        defaults = {"batch_size": 8, "devices": "cpu,cpu@0.5", "policy": "cadence"}
+        return outrider.train(**{**problem, **defaults, **options})
 
     return train
 

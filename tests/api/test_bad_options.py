@@ -30,10 +30,21 @@ def words_of(start: Callable[[], outrider.Run]) -> str:
         ({"policy": "asynch"}, "unknown policy 'asynch'\nhint: did you mean 'async'?"),
         (
             {"policy": "fast"},
-            "unknown policy 'fast'\nhint: choose one of sync, balanced, cadence, async, independent",
+            "unknown policy 'fast'\nhint: choose one of auto, sync, balanced, cadence, async, independent",
         ),
         ({"backend": "ncl"}, "unknown backend 'ncl'\nhint: did you mean 'nccl'?"),
         ({"precision": "bf61"}, "unknown precision 'bf61'\nhint: did you mean 'bf16'?"),
+        ({"wire": "int4"}, "unknown wire 'int4'\nhint: did you mean 'int8'?"),
+        (
+            {"wire": "bf16", "policy": "balanced"},
+            "wire='bf16' was given, but policy 'balanced' averages gradients at every step, and promises exact ones\n"
+            "hint: leave wire out, or pass a policy that averages parameters, such as 'cadence'",
+        ),
+        (
+            {"wire": "int8", "policy": "independent"},
+            "wire='int8' was given, but policy 'independent' sends nothing\n"
+            "hint: leave wire out, or pass a policy that averages parameters, such as 'cadence'",
+        ),
         ({"outer": "nestorov"}, "unknown outer 'nestorov'\nhint: did you mean 'nesterov'?"),
         ({"resident": "yes"}, "unknown resident 'yes'\nhint: choose one of True, False, \"auto\""),
         ({"shuffle": "no"}, "shuffle must be True or False, got 'no'\nhint: pass shuffle=True or shuffle=False"),

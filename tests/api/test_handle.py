@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import outrider
-from outrider.runtime.metrics import from_json
+from outrider.record.epoch_metrics import from_json
 
 Trainer = Callable[..., outrider.Run]
 Events = Callable[[Path, str], list[dict[str, Any]]]
@@ -172,6 +172,9 @@ def test_the_folder_holds_what_it_should_and_no_temporary_file(train_here: Train
     drawn = {"plotly.min.js", "timeline.html"}
     assert sorted({path.name for path in folder.iterdir()} - drawn) == [
         "config.json",
+        "epochs.jsonl",
+        "events",
+        "live",
         "model.safetensors",
         "record.json",
         "timeline.csv",
@@ -237,7 +240,7 @@ def test_the_timeline_has_epochs_with_the_waits_by_cause(train_here: Trainer, ev
 def test_record_schedule_writes_the_schedule(train_here: Trainer, read_json: ReadJson) -> None:
     folder = train_here(record_schedule=True, anchor=6, speed_hints=[1]).join().run_dir
     schedule = read_json(folder / "schedule.json")
-    assert [entry[0] for entry in schedule["segments"][0][0]] == (["step"] * 6 + ["average"]) * 2
+    assert [entry[0] for entry in schedule["segments"][0][0]] == [*(["step"] * 6 + ["average"]) * 2, "ended"]
 
 
 # A program that does not wait
@@ -267,6 +270,7 @@ def run_program(folder: Path, *, step: str, after: str) -> str:
     return ended.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_before_its_run_is_told_how_to_wait(tmp_path: Path, read_json: ReadJson) -> None:
     told = run_program(tmp_path / "run", step="pass", after="next(iter(run))")
     assert told == (
@@ -278,6 +282,7 @@ def test_a_program_that_ends_before_its_run_is_told_how_to_wait(tmp_path: Path, 
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_program_that_never_looks_is_told_that_its_run_failed(tmp_path: Path, read_json: ReadJson) -> None:
     told = run_program(tmp_path / "run", step="1 / 0", after="import time\nwhile run.is_running: time.sleep(0.1)")
     assert told.startswith(

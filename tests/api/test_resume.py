@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import outrider
+from outrider.record.run_folder import RunFolder
+from outrider.record.run_folder_lock import FolderLock
 
 Trainer = Callable[..., outrider.Run]
 Events = Callable[[Path, str], list[dict[str, Any]]]
@@ -47,7 +50,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler
 }
 
 
-@pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["auto", "sync", "balanced", "cadence", "async"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(train_here: Trainer, tmp_path: Path, policy: str) -> None:
     options = {"model": model_with_dropout, "optimizer": adam, "epochs": 4, "policy": policy}
     whole = train_here(**options, run_dir=tmp_path / "whole").join()
@@ -73,7 +76,9 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(train_here: Trainer, tmp_path: 
     middle = tmp_path / "whole" / "checkpoints" / "epoch00001-000000000048"
     resumed = train_here(**options, resume=middle, run_dir=tmp_path / "resumed").join()
     assert same(whole, resumed)
-    assert [(epoch.epoch, epoch.samples) for epoch in resumed.epochs] == [(1, 48)]
+    # The metrics are those of the whole epoch, its first half included.
+    assert [(epoch.epoch, epoch.samples) for epoch in resumed.epochs] == [(1, 96)]
+    assert resumed.epochs[0].loss == pytest.approx(whole.epochs[1].loss)
 
 
 def test_a_run_goes_on_in_its_own_folder(train_here: Trainer, tmp_path: Path, read_json: ReadJson) -> None:
@@ -137,7 +142,7 @@ def test_a_run_stopped_before_its_first_epoch_can_be_resumed(train_here: Trainer
     ],
 )
 def test_checkpoints_are_taken_as_often_as_asked(train_here: Trainer, every: float, names: list[str]) -> None:
-    folder = train_here(epochs=3, checkpoint_every=every).join().run_dir
+    folder = train_here(epochs=3, checkpoint_every=every, keep=9).join().run_dir
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
 
 
@@ -160,7 +165,7 @@ def test_a_checkpoint_holds_model_ranks_and_state(train_here: Trainer) -> None:
         ({"seed": 4}, "cannot resume: seed was 0, now 4"),
         ({"batch_size": 16}, "cannot resume: batch_size was 8, now 16"),
         ({"policy": "async"}, "cannot resume: policy was 'cadence', now 'async'"),
-        ({"lr_scale": 2.0}, "cannot resume: lr_scale was 'auto', now 2.0"),
+        ({"lr_scale": 2.0}, "cannot resume: lr_scale was 1.0, now 2.0"),
         ({"optimizer": adam}, "cannot resume: optimizer was 'SGD', now 'AdamW'"),
         ({"scheduler": SCHEDULERS["cosine"]}, "cannot resume: scheduler was None, now 'CosineAnnealingLR'"),
         ({"dataset": (torch.zeros(8, 4), torch.zeros(8, 1))}, "cannot resume: num_samples was 96, now 8"),
@@ -200,3 +205,13 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(train_here
         f"{folder} holds the checkpoints of another run\n"
         f'hint: pass resume="{folder}" to go on with it, or another run_dir'
     )
+
+
+def test_two_runs_in_one_folder_do_not_mix(train_here: Trainer, tmp_path: Path) -> None:
+    first = FolderLock.take(RunFolder(tmp_path / "run"))
+    with pytest.raises(outrider.ConfigError, match=rf"^{tmp_path}/run is in use by another run: pid \d+ on "):
+        train_here().join()
+    assert os.listdir(tmp_path / "run") == ["lock"]
+    first.release()
+    train_here().join()
+    assert not (tmp_path / "run" / "lock").exists()

@@ -13,32 +13,42 @@ import pytest
 import torch
 
 import outrider
-from outrider.api.builder import DdpBuilder
+from outrider.api.ddp_builder import DdpBuilder
 from outrider.api.options import Options, SessionOptions
 from outrider.api.wrap import Wrapped
+from outrider.record.run_config import RunConfig
 from outrider.replica.recipe import Recipe
-from outrider.runtime.config import RunConfig
 
 SURFACE = [
+    "Advice",
     "ConfigError",
     "DataError",
     "Ddp",
     "DeviceError",
+    "DeviceSpeed",
     "EpochContext",
     "EpochMetrics",
     "Flow",
+    "LabRun",
+    "Network",
+    "Outcome",
     "Outer",
     "OutriderError",
     "PeerLostError",
     "Run",
+    "Scenario",
     "Session",
     "StepError",
     "Trained",
     "VerifyError",
     "WaitError",
     "__version__",
+    "advise",
+    "lab",
     "log",
+    "replay",
     "setup",
+    "simulate",
     "train",
     "wrap",
 ]
@@ -46,23 +56,32 @@ REQUIRED = {"model", "optimizer", "step", "dataset"}
 OF_THE_LOOP = [
     "backend",
     "backward",
+    "batch_samples",
     "batches",
     "close",
     "device",
     "devices",
+    "ema",
     "epochs",
     "evaluate",
     "evaluate_together",
+    "gather",
+    "global_step",
     "is_main",
+    "load_state_dict",
     "log",
     "metrics",
+    "no_sync",
     "open",
     "optimizer",
     "optimizer_step",
     "prepare",
+    "progress",
     "rank",
     "run_dir",
+    "samples_seen",
     "save",
+    "state_dict",
     "step",
     "world",
     "world_size",
@@ -98,6 +117,33 @@ def test_importing_outrider_does_not_import_torch() -> None:
     code = "import sys, outrider; dir(outrider); print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout == "False\n"
+
+
+def test_the_simulator_does_not_import_torch() -> None:
+    code = """
+import sys, outrider
+scenario = outrider.Scenario.from_speeds((1.0, 0.4), batches=20)
+print(outrider.simulate("sync", scenario).averages, "torch" in sys.modules, "numpy" in sys.modules)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == "20 False False\n"
+
+
+def test_without_torch_the_error_names_the_way_out() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import outrider
+try:
+    outrider.train
+except outrider.ConfigError as error:
+    print(error)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == (
+        "outrider.train needs torch, and no torch is installed\n"
+        "hint: `outrider setup` installs the build that fits this machine, pip install 'outrider[torch]' a default\n"
+    )
 
 
 def test_every_error_is_an_outrider_error() -> None:

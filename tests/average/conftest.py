@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.average import Arena, Exchange, Settled, meet
+from outrider.average.arena import Arena
+from outrider.average.exchange import Exchange
+from outrider.average.rank_facts import Settled
+from outrider.average.transport.collective import meet_pieces
 
 
 @dataclass
@@ -23,11 +26,10 @@ class World:
     def begin(self, samples: Sequence[int]) -> None:
         for exchange, own in zip(self.exchanges, samples, strict=True):
             exchange.snapshot()
-            exchange.pack(own, [float(exchange.rank)])
+            exchange.open(own, [float(exchange.rank)])
 
     def settle(self) -> list[Settled]:
-        meet(self.exchanges)
-        return [exchange.settle() for exchange in self.exchanges]
+        return meet_pieces(self.exchanges)
 
     def average(self, samples: Sequence[int]) -> list[Settled]:
         self.begin(samples)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outrider.average import (
-    Arena,
-    DeviceAverager,
-    Exchange,
-    GradientExchange,
-    GroupCollective,
-    HostAverager,
-    OptimizerArena,
-    Outer,
-    Settled,
-    Verifier,
-)
-from outrider.average.lanes import CudaLane
+from outrider.average.arena import Arena
+from outrider.average.checks import Verifier
+from outrider.average.device_average import DeviceAverager
+from outrider.average.exchange import Exchange
+from outrider.average.gradients import GradientExchange
+from outrider.average.host_average import CudaLane, HostAverager
+from outrider.average.optimizer_state import OptimizerArena
+from outrider.average.outer import Outer
+from outrider.average.rank_facts import Settled
+from outrider.average.transport.collective import GroupCollective
 from outrider.errors import VerifyError
 
 NUM_AVERAGES = 40
@@ -49,11 +47,17 @@ def move(model: nn.Module, seed: int) -> None:
 
 
 def make(
-    rank: int, device: str, collective: GroupCollective, gate: GroupCollective, *, outer: Outer | None = None
+    rank: int,
+    device: str,
+    collective: GroupCollective,
+    gate: GroupCollective,
+    *,
+    outer: Outer | None = None,
+    wire: str = "fp32",
 ) -> Averager:
     model = build(device)
     on = "cuda" if collective.transport == "nccl" else "cpu"
-    exchange = Exchange(Arena(model), rank=rank, world_size=2, num_facts=1, outer=outer, device=on)
+    exchange = Exchange(Arena(model), rank=rank, world_size=2, num_facts=1, outer=outer, device=on, wire=wire)
     exchange.model = model  # type: ignore[attr-defined]
     verifier = Verifier(rank, collective.gather)
     if on == "cpu":
@@ -84,11 +88,13 @@ def many_averages(averager: Averager) -> dict[str, Any]:
 
 
 class ImpatientLane(CudaLane):
-    """The race to be caught: the compute stream is late, and the host reads the snapshot before it arrived."""
+    """The race to be caught: the snapshot is late on a stream of its own, and is read before it arrived."""
 
-    def snapshot(self, exchange: Exchange) -> None:
-        torch.cuda._sleep(400_000_000)
-        super().snapshot(exchange)
+    def stage(self, stage: Callable[[], None], exchange: Exchange) -> None:
+        super().stage(exchange.stage_live, exchange)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(400_000_000)
+            stage()
 
     def wait_snapshot(self) -> float:
         return 0.0
@@ -161,6 +167,8 @@ def main(rank: int, folder: Path) -> None:
         "nccl_outer": many_averages(make(rank, "cuda", nccl, gate, outer=Outer(kind="nesterov", momentum=0.5))),
         "gloo": many_averages(make(rank, "cuda", gloo, gate)),
         "mixed": many_averages(make(rank, ("cuda", "cpu")[rank], gloo, gate)),
+        "nccl_int8": many_averages(make(rank, "cuda", nccl, gate, wire="int8")),
+        "mixed_bf16": many_averages(make(rank, ("cuda", "cpu")[rank], gloo, gate, wire="bf16")),
         "steps_of_the_first": steps_of_the_first(make(rank, "cuda", nccl, gate), store),
         "early_read": early_read(rank, gloo),
         "gradients": {"nccl": shared_gradients(rank, nccl), "gloo": shared_gradients(rank, gloo)},

@@ -18,8 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outrider.average import Arena, Exchange, GradientExchange, GroupCollective, HostAverager, Verifier, meet
+from outrider.average.arena import Arena
+from outrider.average.checks import Verifier
+from outrider.average.exchange import Exchange
+from outrider.average.gradients import GradientExchange
+from outrider.average.host_average import HostAverager
 from outrider.average.overlap import Overlap
+from outrider.average.transport.collective import GroupCollective, meet, meet_pieces
+from outrider.average.wire_codec import WIRES
 from outrider.errors import PeerLostError
 
 NUM_AVERAGES = 1_000
@@ -43,19 +49,24 @@ def words(model: nn.Module) -> list[int]:
 
 
 def meet_and_gloo_agree(rank: int, collective: GroupCollective) -> bool:
-    """The pair averaged in this process by `meet`, and for real: the same bits?"""
+    """The pair averaged in this process, and for real: the same bits, on every wire?"""
+    return all(agrees_on(wire, rank, collective) for wire in WIRES)
+
+
+def agrees_on(wire: str, rank: int, collective: GroupCollective) -> bool:
     models = [build(0), build(0)]
-    exchanges = [Exchange(Arena(model), rank=r, world_size=2, num_facts=2) for r, model in enumerate(models)]
-    real = Exchange(Arena(build(0)), rank=rank, world_size=2, num_facts=2)
+    exchanges = [Exchange(Arena(model), rank=r, world_size=2, num_facts=2, wire=wire) for r, model in enumerate(models)]
+    real = Exchange(Arena(build(0)), rank=rank, world_size=2, num_facts=2, wire=wire)
     for exchange, seed, samples in ((exchanges[0], 0, 7), (exchanges[1], 1, 12), (real, rank, (7, 12)[rank])):
         for flat in exchange.arena.flats.values():
             flat.add_(torch.randn(flat.shape, generator=torch.Generator().manual_seed(seed)).to(flat.dtype))
         exchange.snapshot()
-        exchange.pack(samples, [0.5, 1.5])
-    meet(exchanges)
-    collective.sum_(real.wires)
-    collective.max_(real.maxima)
-    return all(torch.equal(a, b) for a, b in zip(exchanges[rank].wires, real.wires, strict=True))
+        exchange.open(samples, [0.5, 1.5])
+    expected = meet_pieces(exchanges)[rank]
+    with HostAverager(real, collective, timeout_s=60) as averager:
+        found = averager.average((7, 12)[rank], [0.5, 1.5])
+    refs = zip(exchanges[rank].parts, real.parts, strict=True)
+    return found.drift == expected.drift and all(torch.equal(a.ref, b.ref) for a, b in refs)
 
 
 def many_averages(rank: int, collective: GroupCollective) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every element of a model lives in exactly one element of the arena."""
+"""Every element of a model that can change lives in exactly one element of the arena."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from outrider.average import Arena, Exchange, meet
+from outrider.average.arena import Arena
+from outrider.average.exchange import Exchange
+from outrider.average.transport.collective import meet_pieces
 from outrider.errors import ConfigError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -116,7 +118,9 @@ def test_every_element_lives_in_exactly_one_place_and_keeps_its_value(pieces: li
         tenants.update(dict.fromkeys(own, region.name))
     expected = float_tensors(untouched)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in float_tensors(model).items())
-    assert {name for names in arena.names for name in names.split(" = ")} == set(expected)
+    outside = set(expected) - {name for names in arena.names for name in names.split(" = ")}
+    frozen = {parameter.data_ptr() for parameter in model.parameters() if not parameter.requires_grad}
+    assert all(float_tensors(model)[name].data_ptr() in frozen for name in outside)
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,19 +132,104 @@ def test_after_an_average_each_element_is_the_weighted_mean(pieces: list[Piece],
         for flat in exchange.arena.flats.values():
             flat.add_(torch.rand(flat.numel(), dtype=torch.float64).to(flat.dtype))
         exchange.snapshot()
-        exchange.pack(own, [])
+        exchange.open(own, [])
     first, second = [{name: wide(t).clone() for name, t in float_tensors(model).items()} for model in models]
-    meet(exchanges)
+    meet_pieces(exchanges)
     for exchange in exchanges:
-        exchange.settle()
         exchange.load()
     weight = samples[0] / sum(samples)
-    averaged = {name: t for name, t in float_tensors(models[0]).items() if "running_var" not in name}
+    inside = {name for names in exchanges[0].arena.names for name in names.split(" = ")}
+    averaged = {name: t for name, t in float_tensors(models[0]).items() if name in inside and "running_var" not in name}
     for name, value in averaged.items():
         mean = weight * first[name] + (1 - weight) * second[name]
         tolerance = torch.finfo(value.dtype).eps * 4
         torch.testing.assert_close(wide(value), mean, rtol=tolerance, atol=tolerance)
         assert torch.equal(value, float_tensors(models[1])[name])
+
+
+class Adapted(nn.Module):
+    """A frozen bfloat16 layer with packed integers, a table and a mask, and two small trained layers beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
+        self.packed = nn.Parameter(torch.zeros(64, 64, dtype=torch.uint8), requires_grad=False)
+        self.down = nn.Linear(64, 2, bias=False)
+        self.up = nn.Linear(2, 64, bias=False)
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("table", torch.randn(64, 64))
+        self.register_buffer("mask", torch.ones(128, 128, dtype=torch.bool))
+        self.register_buffer("zeros", torch.zeros(2048, dtype=torch.int8))
+
+
+def test_only_what_can_change_is_inside() -> None:
+    arena = Arena(Adapted())
+    assert arena.names == [
+        *("down.weight", "up.weight", "norm.weight", "norm.bias"),
+        *("norm.running_mean", "norm.running_var"),
+    ]
+    assert set(arena.flats) == {torch.float32}
+    assert [tenant.name for tenant in arena.layout.integers] == ["zeros", "norm.num_batches_tracked"]
+    resting = [tenant.name for tenant in arena.layout.resting]
+    assert resting == ["frozen.weight", "frozen.bias", "table", "packed", "mask"]
+
+
+def test_what_is_at_rest_stays_where_it_is() -> None:
+    model = Adapted()
+    before = model.frozen.weight.data_ptr()
+    Arena(model)
+    assert model.frozen.weight.data_ptr() == before
+
+
+def test_a_frozen_tensor_tied_to_a_trained_one_is_inside() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.detach(), requires_grad=False)
+    arena = Arena(model)
+    assert arena.names == ["0.weight = 1.weight"]
+    assert arena.parameters == [model[0].weight]
+    assert arena.frozen == [model[1].weight]
+
+
+def test_what_was_seen_to_change_is_inside_and_gets_no_gradient() -> None:
+    arena = Arena(Adapted(), changing=["frozen.weight", "table", "mask"])
+    assert {"frozen.weight", "table"} <= set(arena.names)
+    assert "mask" in {tenant.name for tenant in arena.layout.integers}
+    assert all(parameter.requires_grad for parameter in arena.parameters)
+    assert arena.parameter_numel[torch.bfloat16] == 0
+
+
+def test_frozen_parameters_get_memory_of_their_own_when_they_leave() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    values = model[0].weight.detach().clone()
+    arena = Arena(model)
+    model[0].requires_grad_(False)
+    later = arena.relaid(model, changing=(), trained=None)
+    assert later.names == ["1.weight", "1.bias"]
+    assert torch.equal(model[0].weight, values)
+    assert model[0].weight.untyped_storage().nbytes() == 8 * 8 * 4
+    assert later.flats[torch.float32].numel() == 64 + 8 + 8
+
+
+def test_a_parameter_that_requires_no_gradient_for_the_moment_can_stay() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    arena = Arena(model)
+    model[0].requires_grad_(False)
+    later = arena.relaid(model, changing=(), trained=["0.weight", "1.weight", "1.bias"])
+    assert later.names == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_a_model_with_all_parameters_frozen_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Arena(nn.Linear(2, 2).requires_grad_(False))
+    assert str(caught.value) == (
+        "nothing to train: all 2 parameters of the model are frozen\n"
+        "hint: call requires_grad_(True) on those that are to be trained"
+    )
+
+
+def test_an_arena_of_everything_has_frozen_parameters_too() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    assert Arena(model, takes_all=True).names == ["weight", "bias"]
 
 
 def test_training_goes_on_in_the_arena() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.average import HostAverager, Verifier
-from outrider.average.checks import checksum
+from outrider.average.checks import Verifier, checksum
 from outrider.average.exchange import Exchange
+from outrider.average.host_average import HostAverager
 from outrider.errors import VerifyError
 
 
@@ -107,9 +107,9 @@ def test_sums_that_differ_between_ranks_are_caught(
 ) -> None:
     with ExitStack() as stack:
         _, averagers = pair(stack)
-        summed = thread_collectives[1].max_
+        summed = thread_collectives[1].sum_
         monkeypatch.setattr(
-            thread_collectives[1], "max_", lambda tensors: (summed(tensors), averagers[1].exchange.wires[0][0].add_(1))
+            thread_collectives[1], "sum_", lambda tensors: (summed(tensors), tensors[0].view(-1)[0].add_(1))
         )
         for averager in averagers:
             averager.begin(3, [0.0])
@@ -136,7 +136,7 @@ def test_a_correction_that_changed_since_it_was_prepared_is_caught(pair: Callabl
             averager.begin(3, [0.0])
         averagers[1].correct()
         averagers[0]._pending.result(20)
-        averagers[0].exchange.parts[0].correction[0] += 1.0
+        averagers[0].exchange.parts[0].snapshot[0] += 1.0
         with pytest.raises(VerifyError, match="rank 0, window 0: checksum mismatch at stage 'load': correction"):
             averagers[0].correct()
 

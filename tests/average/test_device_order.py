@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.average import DeviceAverager, Settled
+from outrider.average.device_average import DeviceAverager
+from outrider.average.rank_facts import Settled
 
 CUDA = torch.device("cuda", 0)
 
@@ -57,14 +58,14 @@ def test_behind_steps_a_sum_begins_when_all_ranks_have_come() -> None:
     has_packed, all_here = threading.Event(), threading.Event()
     exchange = Noted(
         notes,
-        "stage fetch apply prepare_correction add_correction",
+        "stage fetch open add_correction report",
         rank=0,
         world_size=2,
         device=CUDA,
         arena=SimpleNamespace(device=CUDA),
-        wires=[],
+        pieces=[],
+        pack_norms=lambda: None,
         maxima=[],
-        pack=lambda samples, facts: notes.append("pack"),
         read=lambda: Settled(facts=(), total_samples=2),
     )
     collective = Noted(notes, "sum_ max_ check_peers")
@@ -76,13 +77,13 @@ def test_behind_steps_a_sum_begins_when_all_ranks_have_come() -> None:
     with DeviceAverager(exchange, collective, await_others=await_others) as averager:  # type: ignore[arg-type]
         averager.begin(1, [])
         assert has_packed.wait(30)
-        assert notes == ["stage", "fetch", "pack"]
+        assert notes == ["stage", "fetch"]
         assert not averager.is_ready()
         notes.append("a step")
         all_here.set()
         assert averager.correct().total_samples == 2
     ordered = [note for note in notes if note != "check_peers"]
     assert ordered == [
-        *("stage", "fetch", "pack", "a step"),
-        *("sum_", "max_", "apply", "prepare_correction", "add_correction"),
+        *("stage", "fetch", "a step"),
+        *("open", "sum_", "max_", "report", "add_correction"),
     ]

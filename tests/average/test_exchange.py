@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.average import Arena, Exchange, Outer
+from outrider.average.arena import Arena
+from outrider.average.exchange import Exchange
+from outrider.average.outer import Outer
+from outrider.average.transport.collective import meet_pieces
 from outrider.errors import DataError
 
 
@@ -86,8 +89,8 @@ def test_sample_counts_beyond_float32_are_exact(make_world: Callable) -> None:
 def test_facts_hold_48_bits_and_infinities() -> None:
     exchange = Exchange(Arena(linear()), rank=0, world_size=1, num_facts=4)
     exchange.snapshot()
-    exchange.pack(1, [2.0**47 + 1, -0.1, math.inf, 1e300])
-    large, small, infinite, huge = exchange.settle().facts[0]
+    exchange.open(1, [2.0**47 + 1, -0.1, math.inf, 1e300])
+    large, small, infinite, huge = meet_pieces([exchange])[0].facts[0]
     assert large == 2.0**47 + 1
     assert small == pytest.approx(-0.1, rel=1e-14)
     assert infinite == math.inf
@@ -109,7 +112,7 @@ def test_a_corrected_counter_keeps_what_was_counted_meanwhile(make_world: Callab
     world.begin([1, 1])
     world.models[1].num_batches_tracked += 3
     world.settle()
-    world.exchanges[1].correct()
+    world.exchanges[1].add_correction()
     assert int(world.models[1].num_batches_tracked) == 13
 
 
@@ -148,7 +151,7 @@ def test_a_corrected_variance_stays_above_the_smaller_of_its_parents(make_world:
     world.begin([0, 1])
     world.models[0].running_var.fill_(0.5)
     world.settle()
-    world.exchanges[0].correct()
+    world.exchanges[0].add_correction()
     torch.testing.assert_close(world.models[0].running_var, torch.tensor([0.1]))
 
 
@@ -164,7 +167,7 @@ def test_correction_keeps_every_local_step(make_world: Callable) -> None:
         late = [walk(model) + walk(model) for model in world.models]
         world.settle()
         for exchange in world.exchanges:
-            exchange.correct()
+            exchange.add_correction()
     for model, own in zip(world.models, late, strict=True):
         torch.testing.assert_close(vector(model), start + travelled + own, rtol=0, atol=1e-12)
 
@@ -196,7 +199,7 @@ def test_bfloat16_is_averaged_in_float32(make_world: Callable) -> None:
     for _ in range(10):
         world.average([3, 1])
     # The exact mean, 1 + 2**-9, rounds to 1; averaged in bfloat16 the sum would not even hold 3 * 1 + 1 + 2**-7.
-    assert world.exchanges[0].wires[0].dtype == torch.float32
+    assert [piece.dtype for piece in world.exchanges[0].pieces] == [torch.float32]
     assert world.values("weight")[0].unique().tolist() == [1.0]
 
 
@@ -206,7 +209,7 @@ def test_mixed_dtypes_travel_in_two_wires(make_world: Callable) -> None:
     set_all(world.models[0], 2.0)
     set_all(world.models[1], 4.0)
     settled = world.average([1, 1])
-    assert [wire.dtype for wire in world.exchanges[0].wires] == [torch.float64, torch.float32]
+    assert [piece.dtype for piece in world.exchanges[0].pieces] == [torch.float64, torch.float32]
     torch.testing.assert_close(vector(world.models[1]), torch.full((72,), 3.0, dtype=torch.float64))
     assert settled[0].drift == pytest.approx(1 / 3)
 
@@ -246,7 +249,7 @@ def test_a_mask_of_infinities_survives(make_world: Callable) -> None:
     world.average([1, 2])
     world.begin([1, 2])
     world.settle()
-    world.exchanges[0].correct()
+    world.exchanges[0].add_correction()
     assert torch.equal(world.values("mask")[0], mask)
     assert torch.equal(world.values("mask")[1], mask)
 
@@ -263,9 +266,9 @@ def test_one_rank_alone_keeps_every_bit(make_world: Callable) -> None:
 def test_buffers_are_reused(make_world: Callable) -> None:
     world = make_world(linear)
     world.average([1, 1])
-    before = [wire.data_ptr() for wire in world.exchanges[0].wires]
+    before = [part.snapshot.data_ptr() for part in world.exchanges[0].parts]
     world.average([1, 1])
-    assert [wire.data_ptr() for wire in world.exchanges[0].wires] == before
+    assert [part.snapshot.data_ptr() for part in world.exchanges[0].parts] == before
 
 
 def test_reset_makes_the_arena_the_common_point(make_world: Callable) -> None:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.average import Arena, GradientExchange, Settled, meet
+from outrider.average.arena import Arena
+from outrider.average.gradients import GradientExchange
+from outrider.average.rank_facts import Settled
+from outrider.average.transport.collective import meet
 from outrider.errors import ConfigError
 
 
@@ -130,10 +133,22 @@ def test_frozen_parameters_take_no_room() -> None:
     assert exchange.wires[0].numel() == facts_and_presence + 32
 
 
-def test_a_parameter_thawed_later_is_refused() -> None:
+def test_a_parameter_thawed_later_gets_no_gradient_until_it_is_laid_out() -> None:
     model = nn.Linear(2, 3)
     model.weight.requires_grad_(False)
     exchange = exchanges_of([model])[0]
+    model.weight.requires_grad_(True)
+    model(torch.ones(4, 2)).sum().backward()
+    exchange.pack(1, [0.0])
+    exchange.settle()
+    assert model.weight.grad is None
+    assert model.bias.grad is not None
+
+
+def test_by_hand_a_parameter_thawed_later_is_refused() -> None:
+    model = nn.Linear(2, 3)
+    model.weight.requires_grad_(False)
+    exchange = GradientExchange(Arena(model, takes_all=True), rank=0, world_size=1, num_facts=1)
     model.weight.requires_grad_(True)
     model.weight.grad = torch.zeros(3, 2)
     with pytest.raises(ConfigError) as caught:

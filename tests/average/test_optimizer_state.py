@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.average import Arena, OptimizerArena, Outer
+from outrider.average.arena import Arena
+from outrider.average.optimizer_state import OptimizerArena
+from outrider.average.outer import Outer
 from outrider.errors import ConfigError
 
 
@@ -114,7 +116,7 @@ def test_a_corrected_second_moment_stays_above_the_smaller_of_its_parents(make_w
     world.begin([0, 1])
     squares[0].fill_(0.5)
     world.settle()
-    world.exchanges[0].correct()
+    world.exchanges[0].add_correction()
     assert squares[0].unique().tolist() == [0.25]
 
 

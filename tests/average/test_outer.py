@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.average import Outer
+from outrider.average.outer import Outer
 from outrider.errors import ConfigError
 
 

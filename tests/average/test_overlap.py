@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outrider.average import Arena, GradientExchange, meet
-from outrider.average.buckets import cut
-from outrider.average.collective import Started
-from outrider.average.layout import Planner
+from outrider.average.arena import Arena
+from outrider.average.gradients import GradientExchange, cut
 from outrider.average.overlap import Overlap
+from outrider.average.tensor_layout import LayoutPlanner
+from outrider.average.transport.collective import Started, meet
 from outrider.errors import StepError
 
 LAYER_BYTES = 8 * (9 + 3)
@@ -147,7 +147,7 @@ def test_mixed_dtypes_on_one_wire_are_one_bucket() -> None:
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 400))
 def test_buckets_are_the_whole_wire_from_its_end_to_its_start(sizes: list[int], max_bytes: int) -> None:
-    planner = Planner()
+    planner = LayoutPlanner()
     places = [planner.place(torch.empty(size)) for size in sizes]
     pieces = cut(places, range(len(places)), max_bytes=max_bytes)
     assert [member for _, members in pieces for member in members] == list(reversed(range(len(sizes))))

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.suite.case import Case, Subject, as_block
-from outrider.bench.suite.runs import SuiteRun
+from outrider.bench.suite.runs import Case, Subject, SuiteRun, as_block
 from outrider.errors import OutriderError
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 CASE = Case(
     model="lenet",

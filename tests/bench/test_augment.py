@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.bench.datasets.augment import DEVIATION, MEAN, PADDING, crop_and_flip, cropped, normalised
+from outrider.bench.datasets.cifar10 import DEVIATION, MEAN, PADDING, crop_and_flip, cropped, normalised
 from outrider.data.keyed import sample_keys
 
 OFFSETS = st.integers(0, 2 * PADDING)

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.bench.datasets.glyphs import glyphs
-from outrider.bench.datasets.location import cache_directory, find_data
-from outrider.bench.datasets.mnist import mnist, parse_idx
-from outrider.bench.datasets.pair import DataPair
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import logistic
+from outrider.bench.datasets.dataset_files import DataPair, cache_directory, find_data
+from outrider.bench.datasets.mnist import glyphs, parse_idx, read_part
+from outrider.bench.datasets.source import DataSource, locate
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, logistic
 from outrider.data.order import shuffled
 from outrider.errors import ConfigError, DataError
 
@@ -111,13 +109,14 @@ def test_glyphs_can_be_learned_but_not_at_a_glance(pair: DataPair) -> None:
 
 @needs_mnist
 def test_mnist_is_read_whole() -> None:
-    data = mnist(_real_mnist() or "")
-    assert (len(data.train), len(data.test)) == (60_000, 10_000)
-    assert not data.is_stand_in
-    assert data.train.tensors[0].shape == (60_000, 1, 28, 28)
-    assert data.test.tensors[1][:5].tolist() == [7, 2, 1, 0, 4]
+    folder = _real_mnist() or Path()
+    train, test = read_part(folder, "train"), read_part(folder, "test")
+    assert (len(train), len(test)) == (60_000, 10_000)
+    assert not locate("mnist", DataSource(folder=folder)).is_stand_in
+    assert train.tensors[0].shape == (60_000, 1, 28, 28)
+    assert test.tensors[1][:5].tolist() == [7, 2, 1, 0, 4]
     # The mean that every MNIST tutorial normalises with.
-    assert data.train.tensors[0].mean().item() == pytest.approx(0.1307, abs=1e-4)
+    assert train.tensors[0].mean().item() == pytest.approx(0.1307, abs=1e-4)
 
 
 @needs_mnist
@@ -125,7 +124,7 @@ def test_uncompressed_files_give_the_same_images(tmp_path: Path) -> None:
     source = _real_mnist() or Path()
     for compressed in sorted(source.glob("*-ubyte.gz")):
         (tmp_path / compressed.stem).write_bytes(gzip.decompress(compressed.read_bytes()))
-    assert torch.equal(mnist(tmp_path).test.tensors[0], mnist(source).test.tensors[0])
+    assert torch.equal(read_part(tmp_path, "test").tensors[0], read_part(source, "test").tensors[0])
 
 
 def test_an_idx_file_becomes_a_tensor() -> None:
@@ -136,7 +135,7 @@ def test_an_idx_file_becomes_a_tensor() -> None:
 def test_a_changed_file_is_refused_with_both_hashes(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_bytes(b"cut short")
     with pytest.raises(DataError) as caught:
-        mnist(tmp_path)
+        read_part(tmp_path, "train")
     assert str(caught.value) == (
         f"{tmp_path / MARKER} is not the official file: "
         "expected MD5 f68b3c2dcbeaaa9fbdd348bbdeb94873, found c1a31ae98fcef3c67493a99ee1901852\n"
@@ -146,7 +145,7 @@ def test_a_changed_file_is_refused_with_both_hashes(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named_with_its_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        mnist(tmp_path)
+        read_part(tmp_path, "train")
     assert str(caught.value) == (
         f"train-images-idx3-ubyte.gz is missing in {tmp_path}\n"
         "hint: name the folder with the four official IDX files of MNIST, compressed or not"

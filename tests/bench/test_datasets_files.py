@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from outrider.bench.datasets import cifar10, shakespeare, shapes, verses
-from outrider.bench.datasets.location import find_data
-from outrider.bench.datasets.official import md5
-from outrider.bench.datasets.pair import Part
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import NUM_CLASSES
+from outrider.bench.datasets import cifar10, shakespeare
+from outrider.bench.datasets.dataset_files import Part, find_data, md5
+from outrider.bench.datasets.source import DataSource, locate
+from outrider.bench.models.image_models import NUM_CLASSES, accuracy, cross_entropy_step
 from outrider.errors import DataError
 
 DrawPart = Callable[[Part, int, int], TensorDataset]
@@ -56,9 +54,10 @@ def archive(small_cifar: Path) -> Path:
 
 
 def test_cifar_is_read_from_its_binary_files(small_cifar: Path) -> None:
-    data = cifar10.cifar10(small_cifar)
-    images, labels = data.train.tensors
-    assert (data.name, data.is_stand_in, len(data.train), len(data.test)) == ("CIFAR-10", False, 15, 3)
+    images, labels = cifar10.read_part(small_cifar, "train").tensors
+    located = locate("cifar10", DataSource(folder=small_cifar))
+    assert (located.title, located.is_stand_in) == ("CIFAR-10", False)
+    assert (len(images), len(cifar10.read_part(small_cifar, "test"))) == (15, 3)
     assert (images.shape, images.dtype, labels.dtype) == ((15, 3, 32, 32), torch.uint8, torch.int64)
     assert labels[:4].tolist() == [0, 1, 2, 0]
     assert images[:, 0, 0, 0].tolist() == [10 * file + place for file in range(5) for place in range(3)]
@@ -135,9 +134,9 @@ def test_a_missing_batch_is_named_with_its_folder(small_cifar: Path) -> None:
     find_data("cifar10", PLACE) is None, reason="CIFAR-10 is not here; set OUTRIDER_DATA to the folder with its files"
 )
 def test_real_cifar_is_read_whole() -> None:
-    data = cifar10.cifar10(find_data("cifar10", PLACE) or "")
-    images, labels = data.train.tensors
-    assert (len(data.train), len(data.test)) == (50_000, 10_000)
+    folder = find_data("cifar10", PLACE) or Path()
+    images, labels = cifar10.read_part(folder, "train").tensors
+    assert (len(images), len(cifar10.read_part(folder, "test"))) == (50_000, 10_000)
     assert torch.bincount(labels).tolist() == [5_000] * 10
     # The means that normalisation uses.
     means = [channel.float().mean().item() / 255 for channel in images.unbind(1)]
@@ -189,10 +188,12 @@ def test_missing_text_is_named_with_its_folder(tmp_path: Path) -> None:
     reason="Tiny Shakespeare is not here; set OUTRIDER_DATA to the folder with its input.txt",
 )
 def test_real_shakespeare_is_read_whole() -> None:
-    data = shakespeare.shakespeare(find_data("shakespeare", PLACE) or "")
-    (windows,) = data.train.tensors
-    assert (data.name, data.is_stand_in) == ("Tiny Shakespeare", False)
-    assert (windows.shape, len(data.test), windows.dtype) == ((7_842, 129), 871, torch.uint8)
+    folder = find_data("shakespeare", PLACE) or Path()
+    (windows,) = shakespeare.read_part(folder, "train").tensors
+    located = locate("shakespeare", DataSource(folder=folder))
+    assert (located.title, located.is_stand_in) == ("Tiny Shakespeare", False)
+    num_test = len(shakespeare.read_part(folder, "test"))
+    assert (windows.shape, num_test, windows.dtype) == ((7_842, 129), 871, torch.uint8)
     assert windows.unique().tolist() == list(range(65))
     assert "".join(shakespeare.SYMBOLS[place] for place in windows[0, :14]) == "First Citizen:"
 
@@ -200,19 +201,19 @@ def test_real_shakespeare_is_read_whole() -> None:
 # The stand-ins.
 
 
-@pytest.mark.parametrize("draw", [shapes.draw_part, verses.draw_part])
+@pytest.mark.parametrize("draw", [cifar10.draw_part, shakespeare.draw_part])
 def test_stand_ins_are_the_same_for_the_same_seed_and_differ_otherwise(draw: DrawPart) -> None:
     first, again, other = draw("train", 20, 0), draw("train", 20, 0), draw("train", 20, 1)
     assert torch.equal(first.tensors[0], again.tensors[0])
     assert not torch.equal(first.tensors[0], other.tensors[0])
 
 
-@pytest.mark.parametrize("draw", [shapes.draw_part, verses.draw_part])
+@pytest.mark.parametrize("draw", [cifar10.draw_part, shakespeare.draw_part])
 def test_training_and_test_stand_ins_differ(draw: DrawPart) -> None:
     assert not torch.equal(draw("train", 20, 0).tensors[0], draw("test", 20, 0).tensors[0])
 
 
-@pytest.mark.parametrize("draw", [shapes.draw_part, verses.draw_part])
+@pytest.mark.parametrize("draw", [cifar10.draw_part, shakespeare.draw_part])
 def test_stand_ins_leave_the_random_generator_alone(draw: DrawPart) -> None:
     before = torch.get_rng_state()
     draw("train", 5, 0)
@@ -220,7 +221,7 @@ def test_stand_ins_leave_the_random_generator_alone(draw: DrawPart) -> None:
 
 
 def test_shapes_are_colour_images_of_ten_classes_as_bytes() -> None:
-    images, labels = shapes.draw_part("train", 300).tensors
+    images, labels = cifar10.draw_part("train", 300).tensors
     assert (images.shape, images.dtype, labels.dtype) == ((300, 3, 32, 32), torch.uint8, torch.int64)
     assert labels.unique().tolist() == list(range(10))
     assert images.float().mean((0, 2, 3)).tolist() == pytest.approx([127.5] * 3, abs=15)
@@ -228,7 +229,7 @@ def test_shapes_are_colour_images_of_ten_classes_as_bytes() -> None:
 
 def test_colours_do_not_give_the_class_of_a_shape_away() -> None:
     # All that a linear model can see: it stays near chance, one in ten.
-    train, test = shapes.draw_part("train", 1_500), shapes.draw_part("test", 500)
+    train, test = cifar10.draw_part("train", 1_500), cifar10.draw_part("test", 500)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3_072, NUM_CLASSES))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -240,14 +241,14 @@ def test_colours_do_not_give_the_class_of_a_shape_away() -> None:
 
 
 def test_verses_are_windows_of_all_65_symbols() -> None:
-    (windows,) = verses.draw_part("train", 1_800).tensors
+    (windows,) = shakespeare.draw_part("train", 1_800).tensors
     assert (windows.shape, windows.dtype) == ((1_800, 129), torch.uint8)
     assert windows.unique().tolist() == list(range(65))
 
 
 def test_training_and_test_verses_are_in_the_same_language() -> None:
     def words(part: Part) -> set[str]:
-        (windows,) = verses.draw_part(part, 200).tensors
+        (windows,) = shakespeare.draw_part(part, 200).tensors
         text = "".join(shakespeare.SYMBOLS[place] for place in windows[:, :-1].flatten())
         return {word for word in text.split() if word.isalpha() and word.islower() and len(word) > 3}
 

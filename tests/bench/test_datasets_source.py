@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.datasets import download as downloads
 from outrider.bench.datasets import source as sources
-from outrider.bench.datasets.download import RemoteFile, download
-from outrider.bench.datasets.location import cache_directory
-from outrider.bench.datasets.official import md5
-from outrider.bench.datasets.source import COLLECTIONS, DataSource, Located, locate, open_part
+from outrider.bench.datasets.dataset_files import cache_directory, md5
+from outrider.bench.datasets.source import COLLECTIONS, DataSource, Located, RemoteFile, download, locate, open_part
 from outrider.errors import ConfigError, DataError
 
 CONTENT = bytes(range(256)) * 40
@@ -88,7 +85,7 @@ def site(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def offer(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
     file = RemoteFile(name=NAME, md5=md5(CONTENT), urls=urls)
-    monkeypatch.setattr(downloads, "FILES", {"shakespeare": (file,)})
+    monkeypatch.setattr(sources, "FILES", {"shakespeare": (file,)})
 
 
 def closed_port_url() -> str:
@@ -153,7 +150,7 @@ def test_a_wrong_file_is_refused_with_both_hashes(site: Site) -> None:
 
 
 def test_a_server_that_never_answers_is_not_waited_for_long(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "READ_LIMIT_S", 0.1)
+    monkeypatch.setattr(sources, "READ_LIMIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         offer(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}/{NAME}")
         with pytest.raises(DataError, match=r"ReadTimeout: .*read timeout=0\.1"):
@@ -161,7 +158,7 @@ def test_a_server_that_never_answers_is_not_waited_for_long(nowhere: Path, monke
 
 
 def test_the_limits_on_waiting_are_short() -> None:
-    assert downloads.CONNECT_LIMIT_S + downloads.READ_LIMIT_S <= 20
+    assert sources.CONNECT_LIMIT_S + sources.READ_LIMIT_S <= 20
 
 
 def test_without_pooch_the_install_command_is_named(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +178,8 @@ def test_without_pooch_the_install_command_is_named(nowhere: Path, monkeypatch: 
 
 
 def test_every_collection_can_be_downloaded_from_two_places() -> None:
-    assert set(downloads.FILES) == set(COLLECTIONS)
-    assert all(len(file.urls) == 2 for files in downloads.FILES.values() for file in files)
+    assert set(sources.FILES) == set(COLLECTIONS)
+    assert all(len(file.urls) == 2 for files in sources.FILES.values() for file in files)
 
 
 # The decision.

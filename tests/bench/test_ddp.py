@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from outrider.api.options import make_order
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import logistic
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, logistic
 from outrider.bench.modes import parse_mode, run_mode
-from outrider.bench.peers.ddp import DDP
-from outrider.bench.peers.rank import dealt
+from outrider.bench.peers.peer_rank import dealt
+from outrider.bench.peers.torch_peers import DDP
 from outrider.bench.tasks import Task, adam
 from outrider.errors import DeviceError
 from outrider.machine.devices import parse_devices
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 DEVICES = parse_devices("cpu,cpu@0.4")
 NUM_SAMPLES = 101

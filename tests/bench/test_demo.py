@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import overhead
-from outrider.bench.demo import (
+from outrider.bench.demo_tasks import (
     Demo,
     conditions,
     crowding,
@@ -23,13 +23,13 @@ from outrider.bench.demo import (
     run_demo,
 )
 from outrider.bench.modes import ModeResult
-from outrider.bench.overhead import Measured, make_plan
+from outrider.bench.overhead import OverheadSample, make_plan
 from outrider.bench.tables import number, text_table
 from outrider.bench.tasks import Task, demo_task
 from outrider.errors import ConfigError
 from outrider.machine.devices import parse_devices
-from outrider.runtime.messages import Message
-from outrider.runtime.metrics import EpochMetrics
+from outrider.record.epoch_metrics import EpochMetrics
+from outrider.world.messages import Message
 
 DEVICES = parse_devices("cpu,cpu@0.4")
 EPOCH = EpochMetrics(
@@ -85,13 +85,15 @@ def demo_of(task: Task) -> Demo:
 
 
 def test_modes_are_the_solos_then_ddp_then_the_policies() -> None:
-    assert demo_modes(2) == ("solo-0", "solo-1", "ddp", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async")
+    policies = ("cpu-auto", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async")
+    assert demo_modes(2) == ("solo-0", "solo-1", "ddp", *policies)
 
 
 def test_the_document_has_the_modes_and_keys_that_programs_read(task: Task) -> None:
     told = document(demo_of(task))
     assert list(told) == ["schema_version", "devices", "ideal_samples_per_s", "modes"]
-    assert list(told["modes"]) == ["solo-0", "ddp", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"]
+    policies = ["cpu-auto", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"]
+    assert list(told["modes"]) == ["solo-0", "ddp", *policies]
     assert {tuple(mode) for mode in told["modes"].values()} == {KEYS}
 
 
@@ -135,7 +137,7 @@ def test_the_conditions_fit_80_columns(task: Task) -> None:
 
 
 def test_a_rank_is_described_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.demo.num_cores", lambda: 4)
+    monkeypatch.setattr("outrider.bench.demo_tasks.num_cores", lambda: 4)
     assert rank_words(DEVICES) == "each device is a CPU rank with 2 threads"
     assert rank_words(parse_devices("cuda:0,cpu")) == "each device is a rank, a CPU rank has 3 threads"
 
@@ -176,7 +178,7 @@ def test_an_unknown_number_is_a_dash() -> None:
     assert (number(None, ".1f"), number(1.25, ".1f")) == ("-", "1.2")
 
 
-MEASURED = Measured(
+MEASURED = OverheadSample(
     model="mlp",
     speeds={"independent": [100.0, 200.0, 50.0], "async": [96.0, 180.0, 49.0], "ddp": [50.0, 120.0, 20.0]},
 )

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.bench.diff.compare import Comparison, compare, parse_percent
-from outrider.bench.diff.page import write_diff_page
-from outrider.bench.diff.text import document, render, render_markdown
-from outrider.bench.iteration.record import IterationFile, percentile, read_iterations
+from outrider.bench.diff.diff_report import document, render, render_markdown, write_diff_page
+from outrider.bench.iteration.iteration_record import IterationFile, percentile, read_iterations
 from outrider.errors import ConfigError, DataError
 
 HINT = "pass a file written by `outrider bench iteration --json`, or by PyTorch's benchmarks/distributed/ddp"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.diff.compare import compare
-from outrider.bench.iteration.record import IterationFile, read_iterations
+from outrider.bench.iteration.iteration_record import IterationFile, read_iterations
 
 RECORDS = Path(__file__).parent / "records"
 SAME = [read_iterations(path) for path in sorted(RECORDS.glob("same-*.json"))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,26 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.bench.iteration.loops import Stopwatch
-from outrider.bench.iteration.measure import Measured, adopted_seat, collect
+import outrider
+from outrider.bench.iteration.iteration_measure import IterationMeasurement, adopted_seat, collect
+from outrider.bench.iteration.iteration_plan import IterationPlan, first_at, runtimes, world_sizes
+from outrider.bench.iteration.iteration_record import ModelTimings, Timing, document, read_iterations
+from outrider.bench.iteration.iteration_text import overhead, overheads, render
+from outrider.bench.iteration.loops import DeviceStopwatch
+from outrider.bench.iteration.machine_state import ProcessorTime, check_same, others_part, read_topology
 from outrider.bench.iteration.models import NAMES, workload_named
-from outrider.bench.iteration.neighbours import ProcessorTime, others_part
-from outrider.bench.iteration.overhead import overhead
-from outrider.bench.iteration.plan import IterationPlan, first_at, runtimes, world_sizes
-from outrider.bench.iteration.record import ModelTimings, Timing, document, read_iterations
-from outrider.bench.iteration.text import overheads, render
-from outrider.bench.iteration.topology import check_same, read_topology
 from outrider.errors import ConfigError, DeviceError
 from outrider.machine.devices import parse_devices
-from outrider.runtime.environment import Environment
+from outrider.world.environment import Environment
 
 PLAN = IterationPlan(models=("lenet",), devices=parse_devices("cpu,cpu"), iterations=2, rounds=2)
 MEASURED = [
-    Measured(model="lenet", world_size=1, times={"no DDP": [[1.0, 1.1]], "ddp": [[1.2, 1.3]], "sync": [[1.2, 1.4]]}),
-    Measured(model="lenet", world_size=2, times={"ddp": [[2.0, 2.1], [2.2, 2.3]], "sync": [[2.1, 2.1], [2.2, 2.3]]}),
+    IterationMeasurement(
+        model="lenet", world_size=1, times={"no DDP": [[1.0, 1.1]], "ddp": [[1.2, 1.3]], "sync": [[1.2, 1.4]]}
+    ),
+    IterationMeasurement(
+        model="lenet", world_size=2, times={"ddp": [[2.0, 2.1], [2.2, 2.3]], "sync": [[2.1, 2.1], [2.2, 2.3]]}
+    ),
 ]
 
 
@@ -143,7 +147,7 @@ def test_every_kind_of_model_gets_data_that_it_takes(name: str) -> None:
 
 
 def test_what_comes_after_the_last_iteration_belongs_to_it() -> None:
-    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch = DeviceStopwatch(torch.device("cpu"))
     stopwatch.start()
     stopwatch.lap()
     stopwatch.lap()
@@ -154,7 +158,7 @@ def test_what_comes_after_the_last_iteration_belongs_to_it() -> None:
 
 
 def test_a_rank_whose_samples_others_took_has_no_iterations() -> None:
-    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch = DeviceStopwatch(torch.device("cpu"))
     stopwatch.start()
     stopwatch.extend_last()
     assert stopwatch.times_s == []
@@ -191,6 +195,41 @@ def test_the_file_is_what_pytorchs_own_diff_reads(models: list[ModelTimings]) ->
         ("lenet", 2, 95),
     ]
     assert read[2][3:] == (pytest.approx(2.225), 0.0)
+
+
+def pytorch_file(names: Sequence[str]) -> dict[str, Any]:
+    """As PyTorch's benchmark.py writes it: the models in its order, each without DDP first."""
+    result = [{"ranks": list(range(size)), "measurements": [1.0, 1.2]} for size in (1, 1, 2)]
+    entries = [{"model": name, "batch_size": 32, "result": result} for name in names]
+    top = {"pytorch_version": "2.13.0", "cuda_version": None, "distributed_backend": "gloo", "bucket_size": 25}
+    return {**top, "benchmark_results": entries}
+
+
+def paired(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """The models that PyTorch's diff.py compares: entries at the same place, with the same name and batch size."""
+    pairs = zip(theirs["benchmark_results"], ours["benchmark_results"], strict=False)
+    return [a["model"] for a, b in pairs if (a["model"], a["batch_size"]) == (b["model"], b["batch_size"])]
+
+
+def test_pytorchs_own_diff_pairs_all_models_of_its_file_with_ours() -> None:
+    names = ("resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
+    plan = replace(PLAN, models=("lenet", *reversed(names)), policies=("sync",))
+    measured = [replace(one, model=name) for name in plan.models for one in MEASURED]
+    ours = written(collect(plan, measured))
+    assert paired(pytorch_file(names), ours) == list(names)
+    assert [entry["model"] for entry in ours["benchmark_results"]][4:6] == ["lenet", "lenet (outrider sync)"]
+
+
+def test_what_pytorchs_own_diff_prints_of_our_key_is_short(models: list[ModelTimings]) -> None:
+    assert written(models)["outrider"] == outrider.__version__
+
+
+def test_a_file_with_our_keys_at_the_top_is_read_too(models: list[ModelTimings], tmp_path: Path) -> None:
+    content = written(models)
+    content["outrider"] = content["benchmark_results"][0].pop("outrider")
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    file = read_iterations(tmp_path / "a.json")
+    assert (file.models, file.machine) == (tuple(models), {"cpu": "Neoverse"})
 
 
 def test_our_percentiles_are_the_ones_that_pytorchs_diff_computes(models: list[ModelTimings]) -> None:

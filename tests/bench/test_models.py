@@ -11,18 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.bench.datasets.augment import normalised
+from outrider.bench.datasets.cifar10 import normalised
 from outrider.bench.models import imagenet_resnet
-from outrider.bench.models.autoencoder import conv_autoencoder, reconstruction_error
-from outrider.bench.models.cifar_resnet import resnet, resnet_graph
-from outrider.bench.models.classification import (
+from outrider.bench.models.image_models import (
     accuracy,
     bytes_accuracy,
     bytes_cross_entropy_step,
+    conv_autoencoder,
     cross_entropy_step,
+    lenet,
+    logistic,
+    mlp,
+    reconstruction_error,
+    resnet,
+    resnet_graph,
 )
-from outrider.bench.models.digits import lenet, logistic, mlp
-from outrider.bench.models.text import char_rnn, gpt_nano, next_symbol_loss
+from outrider.bench.models.text_models import char_rnn, gpt_nano, next_symbol_loss
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
 from outrider.bench.measures import samples_per_s, time_to_target_s
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import logistic
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, logistic
 from outrider.bench.modes import (
     Mode,
     ModeResult,
@@ -27,12 +26,12 @@ from outrider.bench.modes import (
     starter_of,
     summarise,
 )
-from outrider.bench.peers.table import PEERS
+from outrider.bench.peers.peer_table import PEERS
 from outrider.bench.tasks import Task, adam
 from outrider.bench.zoo import ENTRIES
 from outrider.errors import ConfigError
 from outrider.machine.devices import num_cores, parse_devices, threads_per_rank
-from outrider.runtime.metrics import EpochMetrics
+from outrider.record.epoch_metrics import EpochMetrics
 
 DEVICES = parse_devices("cpu,cpu@0.4")
 
@@ -109,8 +108,8 @@ def test_a_name_says_policy_backend_and_device(name: str, expected: Mode) -> Non
         (
             "everything",
             "no mode is called 'everything' for 2 devices",
-            "modes are solo-0, solo-1, independent, graph-sync, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, "
-            f"nccl-sync, nccl-balanced, nccl-cadence, nccl-async, {', '.join(PEERS)}",
+            "modes are solo-0, solo-1, independent, graph-sync, cpu-auto, cpu-sync, cpu-balanced, cpu-cadence, "
+            f"cpu-async, nccl-auto, nccl-sync, nccl-balanced, nccl-cadence, nccl-async, {', '.join(PEERS)}",
         ),
     ],
 )

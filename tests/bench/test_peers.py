@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from outrider.api.options import Order, make_order
+from outrider.api.options import CheckedRun, make_order
 from outrider.api.train import start
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import logistic
-from outrider.bench.peers.post_local_sgd import num_averages
-from outrider.bench.peers.rank import dealt
-from outrider.bench.peers.table import PEERS, Peer, obstacle
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, logistic
+from outrider.bench.peers.peer_rank import dealt
+from outrider.bench.peers.peer_table import PEERS, PeerFramework, obstacle
+from outrider.bench.peers.torch_peers import num_averages
 from outrider.bench.peers.torchft_local_sgd import FROM_SOURCE, HAS_WHEEL
 from outrider.bench.tasks import adam
 from outrider.errors import ConfigError, DeviceError, StepError
@@ -43,7 +42,7 @@ needs_torchft = pytest.mark.skipif(
 needs_two_cuda_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def problem(run_dir: Path, *, devices: str = "cpu,cpu@0.4", epochs: int = 2, **changes: Any) -> Order:
+def problem(run_dir: Path, *, devices: str = "cpu,cpu@0.4", epochs: int = 2, **changes: Any) -> CheckedRun:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (NUM_SAMPLES,), generator=generator)
     images = torch.rand(NUM_SAMPLES, 784, generator=generator) + torch.nn.functional.one_hot(labels, 784)
@@ -76,6 +75,7 @@ def our_record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return record(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "averages"),
     [
@@ -162,7 +162,7 @@ def test_every_peer_is_there_at_its_defaults_and_tuned_where_it_has_something_to
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
-def test_every_peer_says_its_setting(peer: Peer) -> None:
+def test_every_peer_says_its_setting(peer: PeerFramework) -> None:
     assert len(peer.note) > 30
 
 
@@ -207,6 +207,6 @@ def test_what_stands_in_the_way_of_a_peer_is_said(name: str, devices: str, reaso
 
 
 def test_the_table_imports_neither_accelerate_nor_torchft() -> None:
-    program = "import sys, outrider.bench.peers.table; print({'accelerate', 'torchft'} & set(sys.modules))"
+    program = "import sys, outrider.bench.peers.peer_table; print({'accelerate', 'torchft'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert answer.stdout == "set()\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from xml.etree import ElementTree
 import pytest
 
 from outrider.bench.datasets.source import DataSource
-from outrider.bench.suite.case import case_from_json, subject_from_json
-from outrider.bench.suite.plan import Request, plan
-from outrider.bench.suite.run import run_case
-from outrider.bench.suite.runs import EpochRow, Measured, read_runs
+from outrider.bench.report.charts import learning_figures
+from outrider.bench.report.markdown import make_report, markdown
+from outrider.bench.suite.groups import group_runs
+from outrider.bench.suite.run_case import run_case
+from outrider.bench.suite.runs import EpochRow, SuiteMeasurement, case_from_json, read_runs, subject_from_json
+from outrider.bench.suite.suite_plan import SuiteRequest, plan
 from outrider.bench.suite.sweep import run_sweep
 from outrider.machine.devices import parse_devices
 
@@ -139,15 +142,64 @@ def test_a_file_becomes_runs_that_a_report_reads(tmp_path: Path) -> None:
         wait_fraction=0.0,
         peak_memory_bytes_by_rank=(1, 2),
     )
-    assert first.measured == Measured(idle_s_by_rank=({"average": 0.5, "rest": 0.0}, {"average": 0.0}))
+    assert first.measured == SuiteMeasurement(idle_s_by_rank=({"average": 0.5, "rest": 0.0}, {"average": 0.0}))
     assert run(tmp_path / "again", tmp_path / "twice.jsonl").returncode == 0
     once, twice = ((tmp_path / name).read_text().splitlines() for name in ("all.jsonl", "twice.jsonl"))
     assert list(map(json.loads, twice)) == list(map(json.loads, once))
 
 
+def test_anchors_and_ms_per_average_are_kept(tmp_path: Path) -> None:
+    write_record(tmp_path / "runs" / "a", mode="cpu-cadence")
+    path = tmp_path / "runs" / "a" / "record.json"
+    record = json.loads(path.read_text())
+    record["benchmark"]["measured"] |= {"average_ms": 1.5, "anchors": [20, 22, 21]}
+    path.write_text(json.dumps(record | {"options": {"note": "as its documentation has it"}}))
+    run(tmp_path / "runs", tmp_path / "all.jsonl")
+    run(tmp_path / "all.jsonl", tmp_path / "again")
+    [again] = read_runs(tmp_path / "again")
+    assert again.measured is not None
+    assert (again.measured.average_ms, again.measured.anchors) == (1.5, (20, 22, 21))
+    assert again.note == "as its documentation has it"
+
+
+def results_of(report: str) -> list[str]:
+    """The lines that tell of quality and speed."""
+    blocks = [block.split("\n###")[0] for block in report.split("\n### Results\n")[1:]]
+    return [line for block in blocks for line in block.splitlines() if line.startswith("| ")]
+
+
+def test_the_published_mnist_report_can_be_rebuilt_from_its_records(tmp_path: Path) -> None:
+    published = SCRIPT.parents[1] / "docs" / "results" / "mnist"
+    run(published / "records.jsonl", tmp_path / "runs")
+    rebuilt = markdown(make_report(tmp_path / "runs"))
+    results = results_of(rebuilt)
+    assert len(results) == 4 * 18
+    assert results == results_of((published / "report.md").read_text())
+    assert "| cpu-sync | 2,345 | 0.94 | 2.8% | 50% / 50% | - |\n" in rebuilt
+    assert "| accelerate-local-sgd | 295 | 20.31 | 7.1% | 50% / 50% | - |\n" in rebuilt
+
+
+@pytest.mark.parametrize("names", [("timing",), ("accuracy", "timing")])
+def test_curves_of_published_records_go_on_in_time(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        run(SCRIPT.parents[1] / "docs" / "results" / "resnet20" / f"{name}.jsonl", tmp_path / "runs")
+    figures = [one for group in group_runs(read_runs(tmp_path / "runs")) for one in learning_figures(group)]
+    curves = [line["x"] for figure in figures for line in figure["data"]]
+    assert len(curves) >= 26
+    assert all(x[0] > 0 and all(a < b for a, b in itertools.pairwise(x)) for x in curves)
+
+
+def test_without_wall_times_all_curves_are_drawn_against_training_time(tmp_path: Path) -> None:
+    run(SCRIPT.parents[1] / "docs" / "results" / "resnet20" / "timing.jsonl", tmp_path / "runs")
+    first, *_ = group_runs(read_runs(tmp_path / "runs"))
+    layout = learning_figures(first)[1]["layout"]
+    assert layout["title"]["text"] == "Evaluation (accuracy) against training time"
+    assert layout["xaxis"]["title"]["text"] == "s, start-up and evaluation excluded"
+
+
 def test_a_sweep_goes_on_from_records(tmp_path: Path, make_log: Callable[[], Any]) -> None:
     data = DataSource(may_download=False, max_samples=64)
-    request = Request(
+    request = SuiteRequest(
         models=("logistic",),
         modes=("solo-0", "cpu-sync"),
         devices=parse_devices("cpu,cpu@0.5"),

@@ -11,22 +11,27 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.report.charts import efficiency_figure, learning_figures, thinned
-from outrider.bench.report.claims import AS_GOOD, BETTER, NOT_SHOWN, TOO_FEW, WORSE, best_mode, quality
+from outrider.bench.report.claims import AS_GOOD, BETTER, NO_EVIDENCE, TOO_FEW, WORSE, best_mode, quality
 from outrider.bench.report.markdown import make_report, markdown
 from outrider.bench.report.model_tables import anchor_history
-from outrider.bench.report.page import write_report_page
-from outrider.bench.suite.case import Subject
+from outrider.bench.report.report_page import write_report_page
 from outrider.bench.suite.groups import Group, group_runs
-from outrider.bench.suite.runs import SuiteRun, read_runs
-from outrider.bench.suite.summary import ModeSummary, document, summarise_group
-from outrider.errors import DataError
+from outrider.bench.suite.runs import Subject, SuiteRun, read_runs
+from outrider.bench.suite.suite_summary import ModeSummary, document, summarise_group
+from outrider.bench.suite.suite_text import runs_document
+from outrider.errors import DataError, MissingExtraError
 
 TellRun = Callable[..., Path]
 
 WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None
-sys.modules["numpy"] = None
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NoTorch())
 from outrider.cli.main import app
 app(["bench", "report", sys.argv[1], "--html"], standalone_mode=False)
 """
@@ -98,6 +103,19 @@ def test_the_document_has_every_number_by_model_and_mode(pair: Path) -> None:
     assert (one["idle_s"], one["epochs"], one["time_to_target_s"]) == (0.9, 3, 3.008)
 
 
+def test_without_scipy_a_sweep_ends_without_its_table_and_a_report_says_what_to_install(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert runs_document(read_runs(pair), failures=())["models"] is None
+    with pytest.raises(MissingExtraError) as caught:
+        markdown(make_report(pair))
+    assert str(caught.value).splitlines() == [
+        "intervals and tests need scipy, which is not installed",
+        "hint: pip install 'outrider[bench]'",
+    ]
+
+
 def test_a_ceiling_has_no_evaluation(pair: Path) -> None:
     told = document(group_runs(read_runs(pair)))["lenet"]["modes"]["independent"]
     assert told["eval"] == {"mean": None, "ci95": None, "values": []}
@@ -112,7 +130,7 @@ def test_a_ceiling_has_no_evaluation(pair: Path) -> None:
         ((0.981, 0.980, 0.982), AS_GOOD),
         ((0.950, 0.951, 0.949), WORSE),
         ((0.995, 0.996, 0.994), BETTER),
-        ((0.999, 0.950, 0.985), NOT_SHOWN),
+        ((0.999, 0.950, 0.985), NO_EVIDENCE),
         ((0.950, 0.951), TOO_FEW),
     ],
     ids=["as good", "worse", "better", "noisy", "two seeds"],

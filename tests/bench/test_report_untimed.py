@@ -10,14 +10,12 @@ import pytest
 from outrider.bench.report.charts import learning_figures
 from outrider.bench.report.claims import AS_GOOD, best_mode, quality
 from outrider.bench.report.markdown import make_report, markdown
-from outrider.bench.report.page import write_report_page
+from outrider.bench.report.report_page import write_report_page
 from outrider.bench.report.validate import NOT_COMPARED, SAME, compare, make_baseline
-from outrider.bench.suite.again import render_again
-from outrider.bench.suite.case import Subject
 from outrider.bench.suite.groups import Group, group_runs
-from outrider.bench.suite.runs import read_run, read_runs
-from outrider.bench.suite.summary import ModeSummary, document, summarise_group
-from outrider.bench.suite.text import render_runs
+from outrider.bench.suite.runs import Subject, read_run, read_runs
+from outrider.bench.suite.suite_summary import ModeSummary, document, summarise_group
+from outrider.bench.suite.suite_text import render_again, render_runs
 
 TellRun = Callable[..., Path]
 CIFAR = Subject(metric="accuracy", larger_is_better=True, is_stand_in=False, target=0.97, published=0.975)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,21 @@ from typing import Any
 import pytest
 
 from outrider.bench.modes import ModeResult
-from outrider.bench.scaling import measure
+from outrider.bench.scaling import scaling_measure as measure
 from outrider.bench.scaling.finding import finding
-from outrider.bench.scaling.measure import check_models, compare_ways, model_maker
-from outrider.bench.scaling.plan import Job, ScalingPlan, jobs
-from outrider.bench.scaling.record import Row, ScalingRecord, document, from_document, standings
-from outrider.bench.scaling.text import render
+from outrider.bench.scaling.scaling_measure import check_models, compare_ways, model_maker
+from outrider.bench.scaling.scaling_plan import Job, ScalingPlan, jobs
+from outrider.bench.scaling.scaling_record import ScalingRecord, ScalingRow, standings
+from outrider.bench.scaling.scaling_text import render
 from outrider.errors import ConfigError, StepError
 from outrider.machine.devices import parse_devices
-from outrider.runtime.metrics import EpochMetrics
+from outrider.record.epoch_metrics import EpochMetrics
 
 COUNTED = "2 of 3 epochs count: the first is warm-up; 1 run per way, so differences of a few percent may be chance."
 
 
-def row(way: str, devices: str, speed: float, **fields: Any) -> Row:
-    return Row(
+def row(way: str, devices: str, speed: float, **fields: Any) -> ScalingRow:
+    return ScalingRow(
         model="resnet18",
         way=way,
         devices=tuple(devices.split(",")),
@@ -34,7 +33,7 @@ def row(way: str, devices: str, speed: float, **fields: Any) -> Row:
     )
 
 
-def record(*rows: Row) -> ScalingRecord:
+def record(*rows: ScalingRow) -> ScalingRecord:
     return ScalingRecord(
         rows=rows, data_name="CIFAR-10", batch_size=512, epochs=3, rounds=1, num_samples=50_000, environment={}
     )
@@ -131,7 +130,7 @@ def test_what_unequal_devices_could_not_measure_is_computed_from_their_speeds() 
 
 
 def test_the_table_ends_with_what_cannot_run_and_the_finding() -> None:
-    obstacle = Row(model="resnet18", way="dp", devices=("cpu", "cpu@0.4"), obstacle="needs two CUDA devices")
+    obstacle = ScalingRow(model="resnet18", way="dp", devices=("cpu", "cpu@0.4"), obstacle="needs two CUDA devices")
     lines = render(record(*UNEQUAL.rows, obstacle)).splitlines()
     assert lines[0] == (
         "CIFAR-10, 50,000 samples per epoch, batch 512 per device, SGD 0.1 with momentum 0.9 and weight decay 5e-4, "
@@ -140,10 +139,6 @@ def test_the_table_ends_with_what_cannot_run_and_the_finding() -> None:
     assert lines[7].split() == ["torch", "DDP", "cpu,cpu@0.4", "12.50", "80", "0.80", "57%", "1.0%", "29.0%", "-"]
     assert "resnet18, DataParallel on 2 devices cannot run here: needs two CUDA devices" in lines
     assert lines[-1] == COUNTED
-
-
-def test_a_record_is_the_same_after_it_was_written_and_read() -> None:
-    assert from_document(json.loads(json.dumps(document(EQUAL)))) == EQUAL
 
 
 def test_every_device_runs_alone_and_every_way_on_two_four_and_all() -> None:

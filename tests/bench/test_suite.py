@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.suite.case import Case, as_block, case_from_json, subject_from_json
+from outrider.api.option_table import COMMAND_LINE_OPTIONS
 from outrider.bench.suite.groups import group_runs
-from outrider.bench.suite.options import parse_settings, settable
-from outrider.bench.suite.record import measured
-from outrider.bench.suite.runs import read_run, read_runs
+from outrider.bench.suite.run_case import measured
+from outrider.bench.suite.runs import Case, as_block, case_from_json, read_run, read_runs, subject_from_json
+from outrider.bench.suite.setting_options import parse_settings
 from outrider.errors import ConfigError, DataError
 
 TellRun = Callable[..., Path]
@@ -111,6 +111,8 @@ def as_json(case: Case) -> dict[str, object]:
         ("lr_scale=1.4", {"lr_scale": 1.4}),
         ("outer=nesterov", {"outer": "nesterov"}),
         ("shares=0.7,0.3", {"shares": [0.7, 0.3]}),
+        ("micro_batch=8,auto", {"micro_batch": [8, "auto"]}),
+        ("micro_batch=8", {"micro_batch": 8}),
         ("precision=bf16", {"precision": "bf16"}),
     ],
 )
@@ -126,7 +128,16 @@ def test_an_option_gets_a_value_of_its_type(text: str, expected: dict[str, objec
         ("epochs=3", "--set cannot change 'epochs': the benchmark decides it", "use --epochs"),
         ("anchor=many", "option 'anchor' takes a whole number or none, got 'many'", "write --set anchor=VALUE"),
         ("guard=perhaps", "option 'guard' takes true or false, got 'perhaps'", "write --set guard=VALUE"),
-        ("precision=fp8", "option 'precision' takes fp32, bf16, got 'fp8'", "write --set precision=VALUE"),
+        (
+            "precision=fp8",
+            "option 'precision' takes fp32, bf16, fp16, auto or one per rank with commas, got 'fp8'",
+            "write --set precision=VALUE",
+        ),
+        (
+            "precision=fp16",
+            "benchmarks measure fp32 and bf16, got precision=fp16",
+            "peers such as torch DDP run here without loss scaling; train() takes the other precisions",
+        ),
         (
             "lr_scale=-1",
             "lr_scale must be a number > 0, got -1.0",
@@ -141,7 +152,7 @@ def test_a_wrong_option_is_told_before_anything_runs(text: str, message: str, hi
 
 
 def test_what_the_benchmark_decides_cannot_be_set() -> None:
-    assert {"epochs", "seed", "policy", "run_dir", "dataset", "evaluate", "resume"}.isdisjoint(settable())
+    assert {"epochs", "seed", "policy", "run_dir", "dataset", "evaluate", "resume"}.isdisjoint(COMMAND_LINE_OPTIONS)
 
 
 # Records

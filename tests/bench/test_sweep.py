@@ -12,27 +12,25 @@ import pytest
 
 from outrider.bench.datasets.source import DataSource
 from outrider.bench.modes import Mode, ModeResult
-from outrider.bench.suite.case import Case
-from outrider.bench.suite.eta import Eta, duration
-from outrider.bench.suite.plan import (
+from outrider.bench.suite.run_case import Planned, run_case
+from outrider.bench.suite.runs import Case, read_run
+from outrider.bench.suite.suite_plan import (
     PRESETS,
-    Request,
+    SuiteRequest,
     default_devices,
     plan,
     plan_again,
     preset_named,
     runnable_modes,
 )
-from outrider.bench.suite.run import Planned, run_case
-from outrider.bench.suite.runs import read_run
-from outrider.bench.suite.sweep import run_sweep
+from outrider.bench.suite.sweep import Eta, duration, run_sweep
 from outrider.bench.tasks import Task
 from outrider.errors import ConfigError, StepError
 from outrider.machine.devices import parse_devices
 
 Sweep = Callable[..., list[str]]
 OFFLINE = DataSource(may_download=False, max_samples=64)
-REQUEST = Request(
+REQUEST = SuiteRequest(
     models=("logistic",),
     modes=("solo-0", "cpu-async"),
     devices=parse_devices("cpu,cpu@0.5"),
@@ -82,14 +80,14 @@ def interrupt_second_round(mode: Mode, task: Task, **options: Any) -> ModeResult
 
 @pytest.fixture
 def told_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", tell_run)
 
 
 @pytest.fixture
 def sweep(make_log: Callable[[], Any]) -> Sweep:
     """Runs what was asked for, and returns what the watcher was told."""
 
-    def run(output: Path, request: Request = REQUEST) -> list[str]:
+    def run(output: Path, request: SuiteRequest = REQUEST) -> list[str]:
         log = make_log()
         run_sweep(plan(request), output=output, watcher=log)
         lines: list[str] = log.lines
@@ -230,10 +228,10 @@ def test_other_options_are_other_runs(sweep: Sweep, told_runs: None, tmp_path: P
 
 
 def test_an_interrupt_keeps_what_is_finished(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", interrupt_second_round)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", interrupt_second_round)
     with pytest.raises(KeyboardInterrupt):
         sweep(tmp_path)
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", tell_run)
     assert sweep(tmp_path)[:3] == ["skipped solo-0 0", "skipped cpu-async 0", "begin solo-0 1"]
 
 
@@ -271,7 +269,7 @@ def test_a_run_that_ended_just_before_its_record_was_completed_is_completed(
 def test_a_run_that_fails_is_told_and_the_rest_goes_on(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", fail_async)
     assert sweep(tmp_path) == [
         "begin solo-0 0",
         "ended solo-0 0",
@@ -285,7 +283,7 @@ def test_a_run_that_fails_is_told_and_the_rest_goes_on(
 
 
 def test_a_failure_is_kept_with_its_reason(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", fail_async)
     sweep(tmp_path)
     run = read_run(tmp_path / plan(REQUEST)[1].case.folder)
     assert run is not None
@@ -295,6 +293,7 @@ def test_a_failure_is_kept_with_its_reason(sweep: Sweep, monkeypatch: pytest.Mon
 # A run, really made
 
 
+@pytest.mark.slow
 def test_a_run_is_reproduced_from_its_configuration(tmp_path: Path) -> None:
     planned = plan(replace(REQUEST, modes=("solo-0",), num_seeds=1))[0]
     before = run_case(planned, tmp_path / "runs" / planned.case.folder)
@@ -314,6 +313,7 @@ def test_a_run_of_two_ranks_leaves_a_whole_record(tmp_path: Path) -> None:
     assert str(tmp_path) not in (tmp_path / "run" / "record.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_flow_in_a_users_own_loop_leaves_the_record_of_a_run(tmp_path: Path) -> None:
     request = replace(REQUEST, models=("resnet20-graph",), modes=("graph-sync",), num_seeds=1, epochs=1, depth=8)
     run = run_case(plan(request)[0], tmp_path / "run")
@@ -323,6 +323,7 @@ def test_a_flow_in_a_users_own_loop_leaves_the_record_of_a_run(tmp_path: Path) -
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_flow_in_a_users_own_loop_has_the_precision_that_was_set(tmp_path: Path) -> None:
     request = replace(REQUEST, models=("resnet20-graph",), modes=("graph-sync",), num_seeds=1, epochs=1, depth=8)
     full = run_case(plan(request)[0], tmp_path / "full")

@@ -14,15 +14,14 @@ from outrider.bench.report.validate import (
     NOT_COMPARED,
     REGRESSION,
     SAME,
-    Comparison,
+    ReferenceComparison,
     compare,
     make_baseline,
     read_baseline,
+    render_comparisons,
 )
-from outrider.bench.report.validate_text import render_comparisons
-from outrider.bench.suite.case import Subject
 from outrider.bench.suite.groups import Group, group_runs
-from outrider.bench.suite.runs import read_runs
+from outrider.bench.suite.runs import Subject, read_runs
 from outrider.errors import ConfigError, DataError
 
 TellRun = Callable[..., Path]
@@ -50,7 +49,7 @@ def through_a_file(content: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def verdicts(found: list[Comparison]) -> dict[str, str]:
+def verdicts(found: list[ReferenceComparison]) -> dict[str, str]:
     return {one.measure: one.verdict for one in found}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.bench.datasets.location import find_data
+from outrider.bench.datasets.dataset_files import find_data
 from outrider.bench.datasets.source import COLLECTIONS, DataSource
 from outrider.bench.tasks import Task, demo_task, speed_task
 from outrider.bench.zoo import (
@@ -26,8 +26,8 @@ from outrider.bench.zoo import (
 from outrider.data.feed import make_feed
 from outrider.data.order import in_order
 from outrider.errors import ConfigError
-from outrider.lab.train import Bench, train
 from outrider.replica.recipe import Recipe, SchedulerFactory
+from outrider.virtual.lab import Bench, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.bench.modes import Mode, ModeResult
-from outrider.bench.suite.run import Planned
+from outrider.bench.suite.run_case import Planned
 from outrider.bench.suite.sweep import SweepWatcher, Swept, run_sweep
 from outrider.bench.tasks import Task
 from outrider.cli.main import app
 from outrider.errors import DataError, OutriderError, StepError
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 SPEEDS = {"solo-0": 1000.0, "solo-1": 400.0, "cpu-async": 1330.0}
 ENVIRONMENT = {"outrider": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cpu": "slow", "num_cores": 2, "gpus": []}
@@ -81,7 +81,7 @@ def interrupt_async(mode: Mode, task: Task, **options: Any) -> ModeResult:
 
 @pytest.fixture(autouse=True)
 def told_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", tell_run)
     # No network is asked for data: stand-ins will do.
     monkeypatch.setattr("outrider.bench.datasets.source.find_data", lambda name, folder: None)
     monkeypatch.setattr("outrider.bench.datasets.source.download", refuse)
@@ -151,7 +151,7 @@ def test_one_run_is_a_sweep_of_one(tmp_path: Path) -> None:
 def test_a_failed_run_ends_the_sweep_with_exit_code_1_after_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", fail_async)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", fail_async)
     ended = sweep(tmp_path)
     assert ended.exit_code == 1
     told = json.loads(ended.stdout.splitlines()[-1])
@@ -163,7 +163,7 @@ def test_a_failed_run_ends_the_sweep_with_exit_code_1_after_the_rest(
 
 
 def test_an_interrupt_says_what_is_finished_and_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.run.run_mode", interrupt_async)
+    monkeypatch.setattr("outrider.bench.suite.run_case.run_mode", interrupt_async)
     ended = sweep(tmp_path)
     assert (ended.exit_code, ended.stdout) == (130, "")
     assert ended.stderr.splitlines()[-1] == (
@@ -179,7 +179,7 @@ def run_one_by_one(planned: list[Planned], *, output: Path, watcher: SweepWatche
 
 @pytest.fixture
 def told_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.suite.jobs.run_sweep_beside", run_one_by_one)
+    monkeypatch.setattr("outrider.bench.suite.sweep.run_sweep_beside", run_one_by_one)
 
 
 def test_with_jobs_no_run_is_timed(told_jobs: None, tmp_path: Path) -> None:

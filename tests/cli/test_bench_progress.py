@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from outrider.bench.suite.case import Case
+from outrider.bench.suite.runs import Case
 from outrider.cli.bench_progress import EPOCH_LINE_EVERY_S, LiveSweep, PlainSweep, open_sweep_watcher
 from outrider.errors import ConfigError
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 
 @pytest.fixture

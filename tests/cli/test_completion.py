@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from outrider.cli import completion
 from outrider.cli.main import app
 from outrider.machine import codec
-from outrider.machine.variants import RECORD, Store, Variant
+from outrider.machine.variants import RECORD, Variant, VariantStore
 
 
 def completed(home: Path, *words: str) -> list[str]:
@@ -39,7 +39,7 @@ def test_commands_are_completed(tmp_path: Path) -> None:
 
 
 def test_installed_variants_are_completed(tmp_path: Path) -> None:
-    store = Store(tmp_path / "torch")
+    store = VariantStore(tmp_path / "torch")
     store.path("2.13-cpu").mkdir(parents=True)
     codec.write(Variant(name="2.13-cpu", backend="cpu", torch="2.13.0+cpu"), store.path("2.13-cpu") / RECORD)
     assert completed(tmp_path, "outrider", "torch", "activate", "2") == ["2.13-cpu"]

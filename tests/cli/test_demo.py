@@ -15,8 +15,9 @@ from outrider.bench.modes import Mode, ModeResult
 from outrider.bench.tasks import Task, demo_task
 from outrider.cli.main import app
 from outrider.errors import ConfigError
-from outrider.runtime.messages import Message
-from outrider.runtime.metrics import EpochMetrics, as_json
+from outrider.policy.policies import DEFAULT_POLICY, TRAINING_POLICIES
+from outrider.record.epoch_metrics import EpochMetrics, as_json
+from outrider.world.messages import Message
 
 EPOCH = EpochMetrics(
     epoch=0,
@@ -60,14 +61,15 @@ def interrupt(mode: Mode, task: Task, **_: Any) -> ModeResult:
 
 @pytest.fixture(autouse=True)
 def told_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.demo.run_mode", tell_run)
+    monkeypatch.setattr("outrider.bench.demo_tasks.run_mode", tell_run)
+    monkeypatch.setattr("outrider.cli.demo._used_by_others", lambda: 0.0)
     monkeypatch.setattr(
         "outrider.bench.tasks.demo_task", lambda epochs: demo_task(epochs=epochs, num_train=20, num_test=10)
     )
 
 
-def run_demo(folder: Path) -> Any:
-    return CliRunner().invoke(app, ["demo", "--epochs", "1", "--output", str(folder)])
+def run_demo(folder: Path, *options: str) -> Any:
+    return CliRunner().invoke(app, ["demo", "--epochs", "1", "--output", str(folder), *options])
 
 
 def test_the_last_line_of_stdout_is_the_document(tmp_path: Path) -> None:
@@ -75,7 +77,35 @@ def test_the_last_line_of_stdout_is_the_document(tmp_path: Path) -> None:
     assert ended.exit_code == 0
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["devices"] == ["cpu", "cpu@0.4"]
-    assert list(told["modes"]) == ["solo-0", "ddp", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"]
+    assert list(told["modes"]) == ["solo-0", "ddp", *(f"cpu-{policy}" for policy in TRAINING_POLICIES)]
+
+
+@pytest.mark.parametrize(("options", "has_json"), [((), False), (("--json",), True)])
+def test_a_terminal_gets_the_document_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], has_json: bool
+) -> None:
+    monkeypatch.setattr("outrider.cli.demo._is_terminal", lambda: True)
+    ended = run_demo(tmp_path, *options)
+    assert ended.stdout.splitlines()[-1].startswith("{") == has_json
+
+
+def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.cli.demo._used_by_others", lambda: 0.4)
+    told = "other programs use 40% of the processors: expect lower and less regular numbers"
+    assert told in run_demo(tmp_path).stderr.splitlines()
+
+
+def test_a_quiet_machine_is_no_news(tmp_path: Path) -> None:
+    assert "other programs" not in run_demo(tmp_path).stderr
+
+
+def test_the_last_lines_say_what_to_try_next(tmp_path: Path) -> None:
+    lines = run_demo(tmp_path).stderr.splitlines()[-3:]
+    assert [line.split("  (")[0] for line in lines] == [
+        f"next: outrider timeline {tmp_path}/cpu-{DEFAULT_POLICY}",
+        "next: outrider diagnose",
+        "next: outrider init my-project",
+    ]
 
 
 def test_stdout_has_the_table_and_where_the_runs_are(tmp_path: Path) -> None:
@@ -97,14 +127,14 @@ def test_nothing_is_coloured_in_a_pipe(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_says_where_finished_runs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.demo.run_mode", tell_until_ddp)
+    monkeypatch.setattr("outrider.bench.demo_tasks.run_mode", tell_until_ddp)
     ended = run_demo(tmp_path)
     assert ended.exit_code == 130
     assert ended.stderr.splitlines()[-1] == f"interrupted; finished runs (solo-0, solo-1) are in {tmp_path}"
 
 
 def test_an_interrupt_before_the_first_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.demo.run_mode", interrupt)
+    monkeypatch.setattr("outrider.bench.demo_tasks.run_mode", interrupt)
     ended = run_demo(tmp_path)
     assert ended.exit_code == 130
     assert ended.stderr.splitlines()[-1] == "interrupted before the first run was finished"

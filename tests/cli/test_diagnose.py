@@ -54,7 +54,7 @@ def test_json_is_one_document_with_facts_verdicts_and_forecast() -> None:
     _, output = replay("rtx3090-rtx3060", "--json")
     document = json.loads(output)
     assert list(document) == ["schema_version", "exit_code", "facts", "verdicts", "forecast"]
-    assert document["forecast"]["advice"] == "train on all with async: about 1.34 × the fastest alone"
+    assert document["forecast"]["advice"] == "train on all with async: about 1.37 × the fastest alone"
 
 
 def test_json_can_be_replayed(tmp_path: Path) -> None:

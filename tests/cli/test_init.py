@@ -23,6 +23,6 @@ def test_the_path_of_the_project_is_the_output(tmp_path: Path) -> None:
 def test_an_unknown_template_gets_the_nearest(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["stripes", "--directory", str(tmp_path), "--template", "flows"])
     assert str(result.exception) == (
-        "unknown template 'flows'\nhint: did you mean flow? templates are loop, train, flow"
+        "unknown template 'flows'\nhint: did you mean flow? templates are loop, train, flow, ray"
     )
     assert list(tmp_path.iterdir()) == []

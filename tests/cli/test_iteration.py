@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.iteration.record import IterationFile, read_iterations
+from outrider.bench.iteration.iteration_record import IterationFile, read_iterations
 from outrider.cli.main import app
+
+pytestmark = pytest.mark.slow
 
 TINY = ["--model", "logistic", "--batch-size", "4", "--iterations", "3", "--warmup", "1", "--rounds", "1"]
 

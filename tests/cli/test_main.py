@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -41,17 +40,11 @@ def test_help_loads_neither_torch_nor_rich() -> None:
     assert ended.returncode == 0
 
 
-def cpu_time_s(command: list[str]) -> float:
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode == 0
-    return used.ru_utime + used.ru_stime
-
-
-def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
-    # The least of five: what other programs do to the caches is not ours.
-    assert min(cpu_time_s([sys.executable, "-m", "outrider", "--help"]) for _ in range(5)) < 0.3
+def test_help_loads_few_modules() -> None:
+    # What it costs to start; seconds would depend on what else the machine does.
+    program = "import sys, outrider.cli.main; print(len(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert int(ended.stdout) < 250
 
 
 def test_the_module_is_the_command() -> None:

@@ -19,8 +19,8 @@ from outrider.cli.progress import (
     open_watcher,
     result_line,
 )
-from outrider.runtime.messages import Message
-from outrider.runtime.metrics import from_json
+from outrider.record.epoch_metrics import from_json
+from outrider.world.messages import Message
 
 EPOCH: dict[str, Any] = {
     "epoch": 0,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.scaling.plan import ScalingPlan
-from outrider.bench.scaling.record import Row, ScalingRecord
+from outrider.bench.scaling.scaling_plan import ScalingPlan
+from outrider.bench.scaling.scaling_record import ScalingRecord, ScalingRow
 from outrider.cli.main import app
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "scaling.ipynb"
@@ -23,7 +23,7 @@ batch_size, epochs, samples = 8, 2, 32
 may_download = False
 """
 RECORD = ScalingRecord(
-    rows=(Row(model="resnet18", way="single", devices=("cpu",), epoch_s=(2.0,), samples_per_s=50.0),),
+    rows=(ScalingRow(model="resnet18", way="single", devices=("cpu",), epoch_s=(2.0,), samples_per_s=50.0),),
     data_name="CIFAR-10",
     batch_size=512,
     epochs=3,
@@ -43,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[ScalingPlan]:
         keep(RECORD)
         return RECORD
 
-    monkeypatch.setattr("outrider.bench.scaling.measure.compare_ways", compare_ways)
+    monkeypatch.setattr("outrider.bench.scaling.scaling_measure.compare_ways", compare_ways)
     return plans
 
 
@@ -88,17 +88,20 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_every_way_that_can_run_here(notebook: dict[str, Any]) -> None:
     rows = {row.way: row for row in notebook["record"].rows}
     assert [way for way, row in rows.items() if row.samples_per_s is not None] == ["single", "fsdp", "sync"]
     assert rows["dp"].obstacle == "torch DataParallel needs two whole CUDA devices or more, got cpu, cpu"
 
 
+@pytest.mark.slow
 def test_the_notebook_knows_memory_and_epoch_times_of_every_rank(notebook: dict[str, Any]) -> None:
     fsdp = next(row for row in notebook["record"].rows if row.way == "fsdp")
     assert (len(fsdp.epoch_s), len(fsdp.peak_memory_bytes)) == (1, 2)
 
 
+@pytest.mark.slow
 def test_the_notebook_draws_and_ends_with_a_finding(notebook: dict[str, Any]) -> None:
     assert [figure["data"][0]["type"] for figure in notebook["figures"]] == ["bar", "bar"]
     assert notebook["sentences"][0].startswith("resnet20: ")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from outrider.cli.setup import EPILOG, setup
 from outrider.machine import codec
-from outrider.machine.facts import Disk
-from outrider.machine.variants import RECORD, Store, Variant, active_variant
+from outrider.machine.machine_facts import Disk
+from outrider.machine.variants import RECORD, Variant, VariantStore, active_variant
 
 FACTS = Path(__file__).parent.parent / "machine" / "facts"
 app = typer.Typer()
@@ -88,7 +88,7 @@ def test_without_a_terminal_and_without_yes_nothing_is_installed(tmp_path: Path)
 
 
 def test_what_is_installed_already_is_activated_without_a_question(tmp_path: Path) -> None:
-    store = Store(tmp_path / "home" / "torch")
+    store = VariantStore(tmp_path / "home" / "torch")
     store.path("2.13-cpu").mkdir(parents=True)
     codec.write(Variant(name="2.13-cpu", backend="cpu", torch="2.13.0+cpu"), store.path("2.13-cpu") / RECORD)
     result = CliRunner().invoke(app, ["--way", "cpu"])
@@ -104,7 +104,7 @@ def test_the_disk_that_counts_is_that_of_the_variants(monkeypatch: pytest.Monkey
         asked.append(folder)
         return Disk(free_bytes=2**20)
 
-    monkeypatch.setattr("outrider.machine.host.read_disk", read_disk)
+    monkeypatch.setattr("outrider.machine.detect.read_disk", read_disk)
     (tmp_path / "home").mkdir()
     result = CliRunner().invoke(app, ["--way", "cpu", "--yes"])
     assert str(result.exception).startswith("the plan takes about 1.0 GiB of disk, 0.0 GiB are free\n")

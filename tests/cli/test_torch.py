@@ -19,21 +19,21 @@ from typer.testing import CliRunner
 from outrider.cli.main import app as everything
 from outrider.cli.torch import app
 from outrider.machine import codec
-from outrider.machine.variants import RECORD, Store, Variant, active_variant
+from outrider.machine.variants import RECORD, Variant, VariantStore, active_variant
 
 FACTS = Path(__file__).parent.parent / "machine" / "facts"
 INSTALL = [sys.executable, "-m", "outrider", "torch", "install", "cpu", "--version", "2.12", "--only-torch"]
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VariantStore:
     """A store with a CPU and a CUDA variant, seen from an empty project."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("OUTRIDER_FIND_LINKS", raising=False)
     project = tmp_path / "project"
     (project / ".outrider").mkdir(parents=True)
     monkeypatch.chdir(project)
-    found = Store.of_user()
+    found = VariantStore.of_user()
     cuda = Variant(
         name="2.13-cu126",
         backend="cu126",
@@ -52,7 +52,7 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_the_list_shows_version_cuda_architectures_and_size(store: Store) -> None:
+def test_the_list_shows_version_cuda_architectures_and_size(store: VariantStore) -> None:
     assert call("list").stdout == (
         "  2.13-cpu         torch 2.13.0+cpu       CPU          0.5 GiB\n"
         "  2.13-cu126       torch 2.13.0+cu126     CUDA 12.6    4.0 GiB\n"
@@ -60,26 +60,26 @@ def test_the_list_shows_version_cuda_architectures_and_size(store: Store) -> Non
     )
 
 
-def test_the_list_marks_the_active_variant(store: Store) -> None:
+def test_the_list_marks_the_active_variant(store: VariantStore) -> None:
     call("activate", "2.13-cpu")
     assert call("list").stdout.startswith("* 2.13-cpu ")
     assert [item["is_active"] for item in json.loads(call("list", "--json").stdout)] == [True, False]
 
 
-def test_an_empty_list_is_empty_on_stdout(store: Store) -> None:
+def test_an_empty_list_is_empty_on_stdout(store: VariantStore) -> None:
     store.remove("2.13-cpu")
     store.remove("2.13-cu126")
     assert call("list").stdout == ""
 
 
-def test_info_shows_everything(store: Store) -> None:
+def test_info_shows_everything(store: VariantStore) -> None:
     record = json.loads(call("info", "2.13-cu126", "--json").stdout)
     assert (record["cuda"], record["archs"]) == ("12.6", ["sm_60", "sm_90"])
     assert record["interpreter"] == str(store.interpreter("2.13-cu126"))
     assert "cuda         12.6\n" in call("info", "2.13-cu126").stdout
 
 
-def test_removing_the_active_variant_asks_first(store: Store) -> None:
+def test_removing_the_active_variant_asks_first(store: VariantStore) -> None:
     call("activate", "2.13-cpu")
     result = call("remove", "2.13-cpu")
     assert str(result.exception) == (
@@ -88,26 +88,26 @@ def test_removing_the_active_variant_asks_first(store: Store) -> None:
     assert store.get("2.13-cpu")
 
 
-def test_removing_the_active_variant_with_a_yes_deactivates_it(store: Store) -> None:
+def test_removing_the_active_variant_with_a_yes_deactivates_it(store: VariantStore) -> None:
     call("activate", "2.13-cpu")
     assert call("remove", "2.13-cpu", "--yes").exit_code == 0
     assert [variant.name for variant in store.variants()] == ["2.13-cu126"]
     assert active_variant(Path.cwd()) is None
 
 
-def test_removing_another_variant_does_not_ask(store: Store) -> None:
+def test_removing_another_variant_does_not_ask(store: VariantStore) -> None:
     call("activate", "2.13-cpu")
     assert call("remove", "2.13-cu126").exit_code == 0
 
 
-def test_an_install_can_be_shown(store: Store) -> None:
+def test_an_install_can_be_shown(store: VariantStore) -> None:
     result = call("install", "cu126", "--version", "2.12", "--only-torch", "--dry-run")
     venv, pip = result.stdout.splitlines()
     assert venv.endswith("/torch/2.12-cu126")
     assert pip.endswith("--torch-backend cu126 'torch==2.12.*'")
 
 
-def test_a_build_that_cannot_work_exits_with_a_finding(store: Store) -> None:
+def test_a_build_that_cannot_work_exits_with_a_finding(store: VariantStore) -> None:
     facts = str(FACTS / "rtx5060ti-gtx1060-wsl2.json")
     result = call("build", "--archs", "6.1;12.0", "--dry-run", "--facts", facts)
     assert result.exit_code == 1
@@ -115,13 +115,13 @@ def test_a_build_that_cannot_work_exits_with_a_finding(store: Store) -> None:
     assert "export TORCH_CUDA_ARCH_LIST='6.1;12.0'\n" in result.stdout
 
 
-def test_a_build_that_cannot_work_is_refused_before_anyone_is_asked(store: Store, tmp_path: Path) -> None:
+def test_a_build_that_cannot_work_is_refused_before_anyone_is_asked(store: VariantStore, tmp_path: Path) -> None:
     result = call("build", "--archs", "6.1;12.0", "--jobs", "10000")
     assert str(result.exception).startswith("this machine cannot build torch: ")
     assert "memory: 10000 jobs take about 40000 GiB, " in str(result.exception)
 
 
-def test_a_refresh_goes_on_after_a_broken_variant(store: Store) -> None:
+def test_a_refresh_goes_on_after_a_broken_variant(store: VariantStore) -> None:
     python = store.interpreter("2.13-cu126")
     python.parent.mkdir()
     answer = {"python": "3.12.3", "version": "2.13.0+cu126", "cuda": "12.6", "archs": ["sm_60"], "num_devices": 0}
@@ -136,7 +136,7 @@ def test_a_refresh_goes_on_after_a_broken_variant(store: Store) -> None:
     ]
 
 
-def test_a_variant_whose_record_is_spoilt_can_be_removed(store: Store) -> None:
+def test_a_variant_whose_record_is_spoilt_can_be_removed(store: VariantStore) -> None:
     (store.path("2.13-cpu") / RECORD).write_text("{}")
     result = call("list")
     assert str(result.exception) == (
@@ -148,7 +148,7 @@ def test_a_variant_whose_record_is_spoilt_can_be_removed(store: Store) -> None:
 
 
 @pytest.fixture
-def slow_install(store: Store, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def slow_install(store: VariantStore, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """An install of 2.12-cpu whose uv has begun to write and would go on for a minute."""
     uv = tmp_path / "bin" / "uv"
     uv.parent.mkdir()
@@ -163,7 +163,7 @@ def slow_install(store: Store, tmp_path: Path) -> Iterator[subprocess.Popen[str]
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_install_leaves_nothing_and_nobody(
-    store: Store, slow_install: subprocess.Popen[str], number: signal.Signals, exit_code: int
+    store: VariantStore, slow_install: subprocess.Popen[str], number: signal.Signals, exit_code: int
 ) -> None:
     slow_install.send_signal(number)
     assert slow_install.wait(timeout=30) == exit_code
@@ -171,7 +171,9 @@ def test_an_interrupted_install_leaves_nothing_and_nobody(
     assert not store.path("2.12-cpu").exists()
 
 
-def test_a_second_install_of_the_same_name_is_told_to_wait(store: Store, slow_install: subprocess.Popen[str]) -> None:
+def test_a_second_install_of_the_same_name_is_told_to_wait(
+    store: VariantStore, slow_install: subprocess.Popen[str]
+) -> None:
     second = subprocess.run(INSTALL, capture_output=True, text=True, timeout=60)
     assert (second.returncode, second.stdout) == (1, "")
     assert second.stderr == (
@@ -195,6 +197,7 @@ def outrider(*arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_a_real_torch_is_installed_used_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     let_uv_find_torch(monkeypatch)
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
@@ -225,7 +228,7 @@ def let_uv_find_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no torch 2.13.0 wheel in PIP_FIND_LINKS, and the index of its CPU builds cannot be reached")
 
 
-def test_run_uses_the_active_variant(store: Store) -> None:
+def test_run_uses_the_active_variant(store: VariantStore) -> None:
     python = store.interpreter("2.13-cpu")
     python.parent.mkdir()
     python.write_text('#!/bin/sh\necho "$0 $* $OUTRIDER_DEVICES"\n')
@@ -241,7 +244,7 @@ def test_run_uses_the_active_variant(store: Store) -> None:
     assert ended.stdout == f"{python} train.py --epochs 2 cpu,cpu@0.5\n"
 
 
-def test_run_says_where_the_active_variant_is_gone(store: Store) -> None:
+def test_run_says_where_the_active_variant_is_gone(store: VariantStore) -> None:
     call("activate", "2.13-cpu")
     store.remove("2.13-cpu")
     Path("train.py").touch()
@@ -253,7 +256,7 @@ def test_run_says_where_the_active_variant_is_gone(store: Store) -> None:
     )
 
 
-def test_run_says_where_the_python_of_the_active_variant_is_gone(store: Store) -> None:
+def test_run_says_where_the_python_of_the_active_variant_is_gone(store: VariantStore) -> None:
     call("activate", "2.13-cpu")
     Path("train.py").touch()
     result = CliRunner().invoke(everything, ["run", "train.py"])
@@ -263,7 +266,7 @@ def test_run_says_where_the_python_of_the_active_variant_is_gone(store: Store) -
     )
 
 
-def test_run_says_which_script_is_missing(store: Store) -> None:
+def test_run_says_which_script_is_missing(store: VariantStore) -> None:
     result = CliRunner().invoke(everything, ["run", "tran.py"])
     assert str(result.exception) == (
         "there is no script tran.py\nhint: outrider's own options come before it, the script's after it"

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import outrider
-from outrider.core.effects import Batch, Lease
 from outrider.data.feed import make_feed
 from outrider.data.keyed import uniform
 from outrider.data.order import in_order, sample_seed, shuffled
 from outrider.errors import ConfigError, DataError
-from outrider.lab.train import Bench
-from outrider.lab.train import train as train_in_lab
+from outrider.policy.effects import Batch, Lease
 from outrider.replica.recipe import Recipe
+from outrider.virtual.lab import Bench
+from outrider.virtual.lab import train as train_in_lab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,9 +150,8 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replayed(folder: Path, **changes: Any) -> dict[str, Tensor]:
     segments = json.loads((folder / "schedule.json").read_text())["segments"]
-    recipe = Recipe(
-        model=make_model, optimizer=make_optimizer, step=step, dataset=data(), batch_size=8, epochs=2, **changes
-    )
+    learning = {"optimizer": make_optimizer, "batch_size": 8, "epochs": 2, "policy": "cadence"}
+    recipe = Recipe(model=make_model, step=step, dataset=data(), **learning, **changes)
     return train_in_lab(recipe, Bench(speeds=(1.0, 1.0)), schedule=segments).state_dict()
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from outrider.core.effects import Lease
 from outrider.data.feed import Feed, WorkerFeed, free_device_bytes, make_feed
 from outrider.data.keyed import sample_keys, uniform
 from outrider.data.order import shuffled
+from outrider.policy.effects import Lease
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

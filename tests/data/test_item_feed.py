@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from outrider.core.effects import Batch
 from outrider.data import randomness
 from outrider.data.feed import Feed, make_feed
 from outrider.data.order import in_order
 from outrider.errors import DataError
+from outrider.policy.effects import Batch
 
 
 class Noisy(Dataset[Tensor]):

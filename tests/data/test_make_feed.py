@@ -51,7 +51,8 @@ def test_an_empty_data_set_is_refused(dataset: Any) -> None:
 def test_an_iterable_style_data_set_is_refused() -> None:
     assert _words(DataError, Stream()) == (
         "Stream is an iterable-style data set: its samples have no positions to hand out\n"
-        "hint: use a map-style data set with __getitem__ and __len__, or collect the samples into a list"
+        "hint: pass length=, the number of its samples in an epoch, or use a map-style data set with __getitem__ and "
+        "__len__"
     )
 
 

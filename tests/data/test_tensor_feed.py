@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from outrider.core.effects import Batch, Lease
 from outrider.data import feed as feed_module
 from outrider.data.feed import TensorFeed, make_feed
 from outrider.data.order import in_order, shuffled
 from outrider.errors import ConfigError
+from outrider.policy.effects import Batch, Lease
 
 IMAGES = torch.arange(7 * 3, dtype=torch.float32).view(7, 3)
 LABELS = torch.arange(7)
@@ -29,7 +29,7 @@ def _all(dataset: Any, batch_size: int, order: torch.Tensor) -> list[Any]:
 def test_batches_are_those_of_a_data_loader() -> None:
     dataset = TensorDataset(IMAGES, LABELS)
     for (images, labels), (expected_images, expected_labels) in zip(
-        _all(dataset, 3, in_order(7)), DataLoader(dataset, batch_size=3), strict=True
+        _all(dataset, 4, in_order(7)), DataLoader(dataset, batch_size=4), strict=True
     ):
         assert torch.equal(images, expected_images)
         assert torch.equal(labels, expected_labels)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from outrider.core.effects import Batch, Lease
 from outrider.data import randomness
 from outrider.data.feed import ItemFeed, WorkerFeed, make_feed
 from outrider.data.order import in_order, shuffled
 from outrider.errors import DataError, WaitError
+from outrider.policy.effects import Batch, Lease
 
 CPU = torch.device("cpu")
 

@@ -24,6 +24,7 @@ def resnet() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "flow_resnet20.py"))
 
 
+@pytest.mark.slow
 def test_resnet20_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     output = run("flow_resnet20.py", capsys)
     assert output.startswith("269,722 parameters, outputs equal to the hand-written: True")

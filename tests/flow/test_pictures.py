@@ -15,8 +15,8 @@ from torch import nn
 from outrider.errors import ConfigError
 from outrider.flow import Flow, Graph, NodeTime, Profile
 from outrider.flow.diagram import Arrow, Box, Diagram, diagram_of
-from outrider.flow.layout import lay_out
-from outrider.flow.svg import to_svg
+from outrider.flow.diagram_layout import lay_out
+from outrider.flow.graph_drawing import to_svg
 
 X = torch.zeros(2, 4)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.flow import Flow, FlowError, Graph
-from outrider.flow.wired import state_of
+from outrider.flow.emit import state_of
 
 ONES = torch.ones(2, 3)
 

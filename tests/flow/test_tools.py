@@ -135,6 +135,7 @@ def test_compiled_and_routed_switches_have_equal_gradients() -> None:
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor_compiles_a_graph_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     # Inductor sets this variable when it loads what it compiled, and keeps its pool of threads: both are left out.
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")

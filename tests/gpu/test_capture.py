@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import outrider
-from outrider.bench.datasets.augment import crop_and_flip, normalised
-from outrider.bench.models.cifar_resnet import resnet
-from outrider.core.effects import Batch, Decision
+from outrider.bench.datasets.cifar10 import crop_and_flip, normalised
+from outrider.bench.models.image_models import resnet
 from outrider.data.feed import Feed, make_feed
 from outrider.data.order import shuffled
-from outrider.data.parcel import parcel_of
+from outrider.data.packed_batch import packed_batch_of
+from outrider.policy.effects import Batch, Decision
 from outrider.replica.execution import choose_execution
-from outrider.replica.handover import pack, take_over
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
+from outrider.replica.state_transfer import pack, take_over
 
 CUDA = torch.device("cuda:0")
 BATCH = 32
@@ -73,7 +73,7 @@ class Trained:
         if execution == "graph":
             self.decision = choose_execution(
                 self.replica,
-                lambda: parcel_of(self.feed, Batch(0, BATCH)),
+                lambda: packed_batch_of(self.feed, Batch(0, BATCH)),
                 samples=BATCH,
                 on_decision=self.later.append,
             )
@@ -81,14 +81,14 @@ class Trained:
     def steps(self, number: int, *, count: int = BATCH) -> Trained:
         for step in range(number):
             start = step * BATCH % (NUM_SAMPLES - BATCH)
-            parcel = parcel_of(self.feed, Batch(start, count))
-            self.replica.step(parcel, samples=count, at=self.replica.steps * BATCH)
+            packed_batch = packed_batch_of(self.feed, Batch(start, count))
+            self.replica.step(packed_batch, samples=count, at=self.replica.steps * BATCH)
         return self
 
     def shared_steps(self, number: int) -> Trained:
         for step in range(number):
             start = step * BATCH % (NUM_SAMPLES - BATCH)
-            self.replica.gradient(parcel_of(self.feed, Batch(start, BATCH)), samples=BATCH)
+            self.replica.gradient(packed_batch_of(self.feed, Batch(start, BATCH)), samples=BATCH)
             self.replica.update(at=self.replica.steps * BATCH)
         return self
 
@@ -179,7 +179,7 @@ def test_a_captured_resnet_in_bf16_and_channels_last_learns_the_same() -> None:
     wanted = recipe(**RESNET, precision="bf16", memory_format="channels_last")
     captured, eager = Trained(wanted).steps(30), Trained(wanted, execution="eager").steps(30)
     assert captured.num_graphs == 1
-    assert captured.replica.tally.mean_so_far() == pytest.approx(eager.replica.tally.mean_so_far(), rel=0.02)
+    assert captured.replica.loss_sums.mean_so_far() == pytest.approx(eager.replica.loss_sums.mean_so_far(), rel=0.02)
 
 
 def test_dropout_draws_the_same_numbers_as_in_eager_steps() -> None:
@@ -195,7 +195,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     assert torch.equal(rehearsed.state, untouched.state)
     assert rehearsed.replica.optimizer.state == {}
     assert rehearsed.replica.steps == 0
-    assert rehearsed.replica.tally.drain() == (0.0, 0)
+    assert rehearsed.replica.loss_sums.drain() == (0.0, 0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
@@ -231,9 +231,9 @@ def test_losses_and_logged_scalars_count_every_replay() -> None:
 
     captured, eager = Trained(recipe(step=step)).steps(20), Trained(recipe(step=step), execution="eager").steps(20)
     assert captured.num_graphs == 1
-    loss_sum, samples = captured.replica.tally.drain()
-    assert (loss_sum, samples) == (pytest.approx(eager.replica.tally.drain()[0], rel=1e-4), 20 * BATCH)
-    logged, weight = captured.replica.logbook.drain()["double"]
+    loss_sum, samples = captured.replica.loss_sums.drain()
+    assert (loss_sum, samples) == (pytest.approx(eager.replica.loss_sums.drain()[0], rel=1e-4), 20 * BATCH)
+    logged, weight = captured.replica.logged_scalars.drain()["double"]
     assert (logged, weight) == (pytest.approx(2 * loss_sum, rel=1e-4), 20 * BATCH)
 
 

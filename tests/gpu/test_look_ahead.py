@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.average import Arena, Exchange, Outer
+from outrider.average.arena import Arena
+from outrider.average.exchange import Exchange
+from outrider.average.outer import Outer
+from outrider.average.transport.collective import meet_pieces
 
 SAMPLES = (3, 1)
 
@@ -14,13 +17,9 @@ SAMPLES = (3, 1)
 def average(exchanges: list[Exchange]) -> None:
     for exchange, samples in zip(exchanges, SAMPLES, strict=True):
         exchange.snapshot()
-        exchange.pack(samples, [])
-    for wires in zip(*(exchange.wires for exchange in exchanges), strict=True):
-        total = torch.stack(wires).sum(0)
-        for wire in wires:
-            wire.copy_(total)
+        exchange.open(samples, [])
+    meet_pieces(exchanges)
     for exchange in exchanges:
-        exchange.settle()
         exchange.load()
 
 
@@ -42,12 +41,12 @@ def test_a_step_back_leads_to_the_average_and_a_step_ahead_to_where_training_goe
         average(exchanges)
     ahead = vector(models[0])
     for exchange in exchanges:
-        exchange.step_back()
+        exchange.move_to_average()
     torch.cuda.synchronize()
     torch.testing.assert_close(vector(models[0]), mean)
     assert torch.equal(vector(models[0]), vector(models[1]))
     for exchange in exchanges:
-        exchange.step_ahead()
+        exchange.move_to_lookahead()
     torch.cuda.synchronize()
     torch.testing.assert_close(vector(models[0]), ahead)
     assert torch.equal(vector(models[0]), vector(models[1]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-POLICIES = ("sync", "balanced", "cadence", "async")
+POLICIES = ("auto", "sync", "balanced", "cadence", "async")
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.average.collective import GroupCollective
+from outrider.average.transport.collective import GroupCollective
 from outrider.errors import WaitError
+from outrider.launch.launcher import launch
 from outrider.machine.devices import parse_devices
-from outrider.runtime import slice_check
-from outrider.runtime.launch import launch
-from outrider.runtime.messages import Link
-from outrider.runtime.world import World
+from outrider.slices import slice_check
+from outrider.world.messages import Link
+from outrider.world.world import World
 
 
 def tell_about_nccl(link: Link) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).parents[1] / "session" / "user_script.py"
-POLICIES = ("sync", "balanced", "cadence", "async")
+POLICIES = ("auto", "sync", "balanced", "cadence", "async")
 WISHES = (
     *(f"plain:{policy}" for policy in POLICIES),
     "leaving:async",

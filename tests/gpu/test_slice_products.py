@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from outrider.bench.models.digits import mlp
+from outrider.bench.models.image_models import mlp
 
 # On an H200 with torch 2.11 products are wrong on the first five unless they are mended, and right on the last.
 SHARES = (22, 30, 40, 70, 85, 8)

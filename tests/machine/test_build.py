@@ -9,8 +9,8 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.machine.build import BuildPlan, build, parse_archs, plan_build
-from outrider.machine.facts import Disk, Facts, Memory, Toolkit, load_facts
-from outrider.machine.variants import Store
+from outrider.machine.machine_facts import Disk, Facts, Memory, Toolkit, load_facts
+from outrider.machine.variants import VariantStore
 from outrider.machine.wheels import load_table
 
 FACTS = Path(__file__).parent / "facts"
@@ -91,7 +91,7 @@ def test_more_jobs_take_less_time_and_more_cards_more() -> None:
 
 def test_a_build_that_cannot_work_is_not_started(tmp_path: Path) -> None:
     facts = replace(machine("13.0"), disk=Disk(free_bytes=5 * GIB))
-    store = Store(tmp_path / "store")
+    store = VariantStore(tmp_path / "store")
     with pytest.raises(
         ConfigError, match=r"^this machine cannot build torch: .*CUDA toolkit: none found.*; disk: about"
     ):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.machine.capability import capability_by_name, serving_arch, sm
+from outrider.machine.wheels import capability_by_name, serving_arch, sm
 
 MAJORS = st.integers(3, 12)
 MINORS = st.integers(0, 9)

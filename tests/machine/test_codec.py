@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import DataError
 from outrider.machine import codec
-from outrider.machine.facts import Facts, facts_to_json, load_facts
+from outrider.machine.machine_facts import Facts, load_facts
 
 FACTS = Path(__file__).parent / "facts"
 MACHINES = sorted(path.stem for path in FACTS.glob("*.json"))
@@ -18,7 +18,7 @@ MACHINES = sorted(path.stem for path in FACTS.glob("*.json"))
 @pytest.mark.parametrize("machine", MACHINES)
 def test_recorded_facts_survive_a_round_trip(machine: str) -> None:
     facts = load_facts(FACTS / f"{machine}.json")
-    assert codec.decode(Facts, facts_to_json(facts)) == facts
+    assert codec.decode(Facts, codec.encode(facts)) == facts
 
 
 def test_a_mistyped_key_is_named_with_the_nearest(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
 def test_a_whole_diagnosis_can_be_replayed(tmp_path: Path) -> None:
     facts = load_facts(FACTS / "h200.json")
     path = tmp_path / "diagnosis.json"
-    path.write_text(json.dumps({"schema_version": 1, "facts": facts_to_json(facts), "verdicts": []}))
+    path.write_text(json.dumps({"schema_version": 1, "facts": codec.encode(facts), "verdicts": []}))
     assert load_facts(path) == facts
 
 

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from outrider.machine.detect import detect_machine, merge_cards, only_visible
-from outrider.machine.facts import Gpu, facts_to_json
-from outrider.machine.host import read_cpu, read_host
-from outrider.machine.tools import find_docker, find_nccl, find_toolkits
+from outrider.machine import codec
+from outrider.machine.detect import (
+    detect_machine,
+    find_docker,
+    find_nccl,
+    find_toolkits,
+    merge_cards,
+    only_visible,
+    read_cpu,
+    read_host,
+)
+from outrider.machine.machine_facts import Gpu
 
 
 def card(index: int, bus_id: str, **more: object) -> Gpu:
@@ -36,7 +44,7 @@ def test_facts_say_where_they_came_from(tmp_path: Path) -> None:
 
 
 def test_facts_name_no_host_and_no_user(tmp_path: Path) -> None:
-    text = json.dumps(facts_to_json(detect_machine(tmp_path)))
+    text = json.dumps(codec.encode(detect_machine(tmp_path)))
     words = set(text.replace('"', " ").replace("/", " ").replace(",", " ").split())
     assert socket.gethostname() not in words
     assert getpass.getuser() not in words - {"root"}

@@ -44,7 +44,21 @@ def broken_init() -> None:
     raise FakeNvmlError("driver not loaded")
 
 
-@pytest.mark.parametrize("text", ["cpu", "cpu@0.4", "cuda:0", "cuda:1%30", "xpu:0", "mps"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cpu",
+        "cpu@0.4",
+        "cuda:0",
+        "cuda:1%30",
+        "xpu:0",
+        "mps",
+        "cuda:0:8GiB",
+        "cuda:0%30:8GiB",
+        "cpu:512MiB",
+        "cpu@0.4:2GB",
+    ],
+)
 def test_a_spec_reads_back_as_it_was_written(text: str) -> None:
     assert str(parse_devices(text)[0]) == text
 
@@ -78,6 +92,8 @@ def test_torch_name_leaves_speed_and_share_out() -> None:
     ("text", "message", "hint"),
     [
         ("cudo:0", "unknown device kind 'cudo'", "did you mean cuda? kinds are cuda, cpu, xpu, mps"),
+        ("gpu:0", "unknown device kind 'gpu'", "did you mean cuda? kinds are cuda, cpu, xpu, mps"),
+        ("GPU", "unknown device kind 'GPU'", "did you mean cuda? kinds are cuda, cpu, xpu, mps"),
         ("banana", "unknown device kind 'banana'", "kinds are cuda, cpu, xpu, mps"),
         (
             "cpu@0",
@@ -225,3 +241,32 @@ def test_the_quota_of_a_container_is_read_in_whole_cores(tmp_path: Path, text: s
 
 def test_at_least_one_core_is_there() -> None:
     assert num_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cuda:0:8GiB", DeviceSpec(kind="cuda", index=0, memory_bytes=8 * 2**30)),
+        ("cuda:8gib", DeviceSpec(kind="cuda", index=0, memory_bytes=8 * 2**30)),
+        ("cuda:1%30:1.5GiB", DeviceSpec(kind="cuda", index=1, share=30, memory_bytes=3 * 2**29)),
+        ("cpu@0.5:512MB", DeviceSpec(kind="cpu", speed=0.5, memory_bytes=512 * 10**6)),
+    ],
+)
+def test_a_spec_may_have_a_limit_of_memory(text: str, expected: DeviceSpec) -> None:
+    assert parse_devices(text) == (expected,)
+    assert parse_devices(str(expected)) == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cuda:0:8", "the memory of device 'cuda:0:8' is no size: '8'"),
+        ("cuda:0%30:lots", "the memory of device 'cuda:0%30:lots' is no size: 'lots'"),
+        ("cpu:0GiB", "the memory of a device must be more than 0, got cpu:0GiB"),
+        ("mps:8GiB", "the memory of mps devices cannot be limited, got mps:8GiB"),
+    ],
+)
+def test_limits_that_are_none_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_devices(text)
+    assert caught.value.message == message

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.machine.drivers import Refusal, driver_refusal
-from outrider.machine.facts import Driver, Facts, Flavour, Gpu, Host, load_facts
+from outrider.machine.machine_facts import Facts, Flavour, Gpu, GpuDriver, Host, load_facts
 from outrider.machine.wheels import load_table
 
 FACTS = Path(__file__).parent / "facts"
@@ -17,7 +17,7 @@ def refusal(*capabilities: str, flavour: Flavour | None, version: str = "580.95.
     cards = tuple(Gpu(index=i, vendor="nvidia", name=f"card {c}", capability=c) for i, c in enumerate(capabilities))
     facts = Facts(
         host=Host(system="Linux", architecture="x86_64", is_wsl=flavour == "wsl"),
-        drivers=(Driver(vendor="nvidia", version=version, flavour=flavour),),
+        drivers=(GpuDriver(vendor="nvidia", version=version, flavour=flavour),),
         gpus=cards,
     )
     return driver_refusal(facts, cards, load_table())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.machine.facts import MigSlice, PeerLink, Trouble
+from outrider.machine.machine_facts import MigSlice, PeerLink, Trouble
 from outrider.machine.nvml import read_library
 
 

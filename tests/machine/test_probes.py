@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.machine.facts import Facts, Gpu, Host, TorchBuild
+from outrider.machine.machine_facts import Facts, Gpu, Host, TorchBuild
 from outrider.machine.probes import all_reduce, measure_reductions, measure_speed, usable_cards, with_probes
 
 

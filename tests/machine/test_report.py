@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.machine.diagnose import Diagnosis, diagnose
-from outrider.machine.facts import TorchBuild, load_facts
-from outrider.machine.render import render
-from outrider.machine.report import Identity, clean, make_report
+from outrider.machine.diagnosis import Diagnosis, Identity, clean, diagnose, make_report, render
+from outrider.machine.machine_facts import TorchBuild, load_facts
 from outrider.machine.wheels import load_table
+from outrider.virtual.gain_forecast import forecast
 
 FACTS = Path(__file__).parent / "facts"
 MACHINES = sorted(path.stem for path in FACTS.glob("*.json"))
@@ -19,7 +18,8 @@ ADA = Identity(user="ada", host="lovelace", home="/home/ada")
 
 
 def judged(machine: str) -> Diagnosis:
-    return diagnose(load_facts(FACTS / f"{machine}.json"), load_table())
+    facts = load_facts(FACTS / f"{machine}.json")
+    return diagnose(facts, load_table(), forecast=forecast(facts))
 
 
 def text(machine: str) -> str:
@@ -47,8 +47,8 @@ def test_a_card_is_shown_with_the_place_it_was_read_from() -> None:
 
 def test_the_gain_is_shown_policy_by_policy() -> None:
     shown = text("rtx3090-rtx3060")
-    assert "  sync       0.70 ×  devices × slowest × 0.94\n" in shown
-    assert "  async      1.34 ×  sum of speeds × 0.98\n" in shown
+    assert "  sync       0.72 ×  waiting 31%, averaging 2% of the time\n" in shown
+    assert "  async      1.37 ×  waiting 0%, averaging 0% of the time\n" in shown
 
 
 def test_colour_goes_to_the_level_words_only() -> None:
@@ -86,7 +86,7 @@ def test_a_report_is_one_block_without_names() -> None:
         interpreter="/home/ada/env/bin/python", origin="PATH", error="OSError: /home/ada/libtorch.so on lovelace"
     )
     facts = replace(diagnosis.facts, torches=(*diagnosis.facts.torches, broken))
-    report = make_report(diagnose(facts, load_table()), ADA)
+    report = make_report(diagnose(facts, load_table(), forecast=forecast(facts)), ADA)
     assert report.count("```") == 2
     assert "OSError: ~/libtorch.so on <host>" in report
     assert not any(name in report for name in ("ada", "lovelace"))

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError
-from outrider.machine.capability import capability_of, serving_arch
-from outrider.machine.facts import Driver, Facts, Gpu, Host, load_facts
-from outrider.machine.resolve import Resolution, resolve
-from outrider.machine.wheels import load_table
+from outrider.machine.machine_facts import Facts, Gpu, GpuDriver, Host, load_facts
+from outrider.machine.torch_choice import TorchChoice, resolve
+from outrider.machine.wheels import capability_of, load_table, serving_arch
 
 FACTS = Path(__file__).parent / "facts"
 TABLE = load_table()
@@ -27,12 +26,12 @@ def recorded(machine: str) -> Facts:
 def machine(*capabilities: str, driver: str = "581.42", is_wsl: bool = True, architecture: str = "x86_64") -> Facts:
     return Facts(
         host=Host(system="Linux", architecture=architecture, is_wsl=is_wsl),
-        drivers=(Driver(vendor="nvidia", version=driver, flavour="wsl" if is_wsl else "open"),),
+        drivers=(GpuDriver(vendor="nvidia", version=driver, flavour="wsl" if is_wsl else "open"),),
         gpus=tuple(Gpu(index=i, vendor="nvidia", name=f"card {c}", capability=c) for i, c in enumerate(capabilities)),
     )
 
 
-def summary(resolution: Resolution) -> tuple[str, list[tuple[str | None, str]]]:
+def summary(resolution: TorchChoice) -> tuple[str, list[tuple[str | None, str]]]:
     return resolution.way, [(item.torch, item.backend) for item in resolution.environments]
 
 

@@ -9,22 +9,22 @@ import pytest
 
 from outrider.errors import ConfigError, DeviceError
 from outrider.machine import codec
-from outrider.machine.facts import Disk, Facts, load_facts
-from outrider.machine.resolve import resolve
-from outrider.machine.setup import Plan, carry_out, check_possible, make_plan, render_plan, single_recipe
-from outrider.machine.variants import RECORD, Store, Variant, active_variant
+from outrider.machine.install_plan import InstallPlan, carry_out, check_possible, make_plan, render_plan, single_recipe
+from outrider.machine.machine_facts import Disk, Facts, load_facts
+from outrider.machine.torch_choice import resolve
+from outrider.machine.variants import RECORD, Variant, VariantStore, active_variant
 from outrider.machine.wheels import load_table
 
 FACTS = Path(__file__).parent / "facts"
 TABLE = load_table()
-STORE = Store(Path("/data/outrider/torch"))
+STORE = VariantStore(Path("/data/outrider/torch"))
 
 
 def recorded(machine: str) -> Facts:
     return load_facts(FACTS / f"{machine}.json")
 
 
-def planned(machine: str, torch: str | None = None, store: Store = STORE) -> Plan:
+def planned(machine: str, torch: str | None = None, store: VariantStore = STORE) -> InstallPlan:
     facts = recorded(machine)
     return make_plan(resolve(facts, table=TABLE, torch=torch), facts=facts, table=TABLE, store=store)
 
@@ -72,7 +72,7 @@ def test_a_disk_that_is_too_small_stops_the_plan() -> None:
 
 
 def test_what_is_installed_already_is_only_activated(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = VariantStore(tmp_path / "store")
     store.path("2.13-cpu").mkdir(parents=True)
     codec.write(Variant(name="2.13-cpu", backend="cpu", torch="2.13.0+cpu"), store.path("2.13-cpu") / RECORD)
     carry_out(planned("no-gpu", store=store), store=store, project=tmp_path)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.machine.facts import TorchBuild
-from outrider.machine.torches import ask_torch, candidate_interpreters
+from outrider.machine.detect import ask_torch, candidate_interpreters
+from outrider.machine.machine_facts import TorchBuild
 
 
 def interpreter(folder: Path, body: str) -> str:

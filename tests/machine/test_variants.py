@@ -10,8 +10,8 @@ from outrider.errors import ConfigError
 from outrider.machine import codec
 from outrider.machine.variants import (
     RECORD,
-    Store,
     Variant,
+    VariantStore,
     activate,
     active_interpreter,
     active_variant,
@@ -22,7 +22,7 @@ from outrider.machine.variants import (
 )
 
 
-def add(store: Store, name: str) -> Variant:
+def add(store: VariantStore, name: str) -> Variant:
     variant = Variant(name=name, backend="cpu", torch="2.13.0+cpu")
     store.path(name).mkdir(parents=True)
     codec.write(variant, store.path(name) / RECORD)
@@ -31,32 +31,32 @@ def add(store: Store, name: str) -> Variant:
 
 def test_variants_live_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "here"))
-    assert Store.of_user().folder == tmp_path / "here" / "torch"
+    assert VariantStore.of_user().folder == tmp_path / "here" / "torch"
 
 
 def test_variants_live_in_the_data_folder_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OUTRIDER_HOME", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert Store.of_user().folder == tmp_path / "outrider" / "torch"
+    assert VariantStore.of_user().folder == tmp_path / "outrider" / "torch"
 
 
 def test_whole_variants_are_listed_by_name(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = VariantStore(tmp_path)
     newer, older = add(store, "2.14-cpu"), add(store, "2.13-cpu")
     assert store.variants() == (older, newer)
 
 
 def test_a_half_made_variant_is_not_listed(tmp_path: Path) -> None:
     (tmp_path / "2.13-cpu" / "bin").mkdir(parents=True)
-    assert Store(tmp_path).variants() == ()
+    assert VariantStore(tmp_path).variants() == ()
 
 
 def test_an_empty_store_has_no_variants(tmp_path: Path) -> None:
-    assert Store(tmp_path / "nowhere").variants() == ()
+    assert VariantStore(tmp_path / "nowhere").variants() == ()
 
 
 def test_a_mistyped_name_gets_the_nearest(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = VariantStore(tmp_path)
     add(store, "2.13-cpu")
     with pytest.raises(ConfigError) as caught:
         store.get("2.13-cu")
@@ -64,7 +64,7 @@ def test_a_mistyped_name_gets_the_nearest(tmp_path: Path) -> None:
 
 
 def test_one_variant_is_active_per_project(tmp_path: Path) -> None:
-    store, project = Store(tmp_path / "store"), tmp_path / "project"
+    store, project = VariantStore(tmp_path / "store"), tmp_path / "project"
     project.mkdir()
     add(store, "2.13-cpu")
     add(store, "2.14-cpu")
@@ -76,7 +76,7 @@ def test_one_variant_is_active_per_project(tmp_path: Path) -> None:
 
 
 def test_projects_do_not_share_their_choice(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = VariantStore(tmp_path / "store")
     add(store, "2.13-cpu")
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -87,12 +87,12 @@ def test_projects_do_not_share_their_choice(tmp_path: Path) -> None:
 
 def test_a_variant_that_is_not_installed_cannot_be_activated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        activate(tmp_path, Store(tmp_path / "store"), "2.13-cpu")
+        activate(tmp_path, VariantStore(tmp_path / "store"), "2.13-cpu")
     assert str(caught.value) == ("no torch variant '2.13-cpu'\nhint: none is installed: outrider torch install auto")
 
 
 def test_an_active_variant_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = VariantStore(tmp_path / "store")
     add(store, "2.13-cpu")
     activate(tmp_path, store, "2.13-cpu")
     store.remove("2.13-cpu")
@@ -102,7 +102,7 @@ def test_an_active_variant_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 
 def test_deactivating_goes_back_to_this_python(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = VariantStore(tmp_path / "store")
     add(store, "2.13-cpu")
     activate(tmp_path, store, "2.13-cpu")
     deactivate(tmp_path)
@@ -110,7 +110,7 @@ def test_deactivating_goes_back_to_this_python(tmp_path: Path) -> None:
 
 
 def test_the_active_variant_is_asked_first(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = VariantStore(tmp_path / "store")
     for name in ("a", "b", "c"):
         add(store, name)
     activate(tmp_path, store, "b")
@@ -118,7 +118,7 @@ def test_the_active_variant_is_asked_first(tmp_path: Path) -> None:
 
 
 def test_a_removed_variant_leaves_nothing(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = VariantStore(tmp_path)
     add(store, "2.13-cpu")
     store.remove("2.13-cpu")
     assert list(tmp_path.iterdir()) == []

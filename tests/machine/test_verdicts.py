@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.machine.diagnose import Diagnosis, diagnose
-from outrider.machine.facts import Facts, Gpu, Reduction, Speed, TorchBuild, load_facts
+from outrider.machine.diagnosis import Diagnosis, diagnose
+from outrider.machine.machine_facts import Facts, Gpu, MeasuredSpeed, Reduction, TorchBuild, load_facts
 from outrider.machine.verdicts import Verdict
 from outrider.machine.wheels import load_table
+from outrider.virtual.gain_forecast import forecast
 
 FACTS = Path(__file__).parent / "facts"
 TABLE = load_table()
@@ -21,7 +22,7 @@ def recorded(machine: str) -> Facts:
 
 
 def judged(facts: Facts) -> Diagnosis:
-    return diagnose(facts, TABLE)
+    return diagnose(facts, TABLE, forecast=forecast(facts))
 
 
 def found(facts: Facts, check: str) -> list[Verdict]:
@@ -202,6 +203,6 @@ def test_a_throttled_card_and_a_narrow_link_are_warnings() -> None:
 
 
 def test_a_device_that_cannot_multiply_is_a_failure() -> None:
-    facts = replace(recorded("h200"), speeds=(Speed(device="cuda:0", error="CUDA error: out of memory"),))
+    facts = replace(recorded("h200"), speeds=(MeasuredSpeed(device="cuda:0", error="CUDA error: out of memory"),))
     (verdict,) = found(facts, "speed")
     assert (verdict.level, verdict.why) == ("failure", "CUDA error: out of memory")

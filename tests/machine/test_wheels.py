@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.machine.capability import serving_arch
 from outrider.machine.wheels import (
     check_backend,
     check_version,
     cuda_of,
     load_table,
     release_of,
+    serving_arch,
     table_difference,
     version_of,
 )

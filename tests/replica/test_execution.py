@@ -12,21 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.core.effects import Batch, Decision
+from outrider.data import randomness
 from outrider.data.feed import make_feed
 from outrider.data.order import in_order
-from outrider.data.parcel import Parcel, as_parcel, parcel_of, unpacked, whole
+from outrider.data.packed_batch import PackedBatch, as_packed_batch, packed_batch_of, unpacked, whole
 from outrider.errors import ConfigError
+from outrider.policy.effects import Batch, Decision
 from outrider.replica import compiled
+from outrider.replica.capturable_optimizer import OptimizerForm, Rates, hyperparameters, make_capturable
 from outrider.replica.capture import Uncapturable
 from outrider.replica.execution import choose_execution
-from outrider.replica.logbook import Logbook
-from outrider.replica.rates import OptimizerForm, Rates, hyperparameters, make_capturable
+from outrider.replica.logged_scalars import LoggedScalars
+from outrider.replica.loss_sums import LossSums
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
-from outrider.replica.snapshot import HostRandomness, Snapshot, kept_between_steps
-from outrider.replica.tally import LossTally
-from outrider.replica.tuning import FormatChoice, agree, choose_memory_format
+from outrider.replica.snapshot import Snapshot, kept_between_steps
+from outrider.replica.trial_steps import FormatChoice, agree, choose_memory_format
 
 CPU = torch.device("cpu")
 DATA = torch.arange(12.0).view(6, 2)
@@ -47,6 +48,7 @@ def recipe(**options: Any) -> Recipe:
         "step": loss_of,
         "dataset": DATA,
         "batch_size": 3,
+        "policy": "cadence",
     }
     return Recipe(**{**defaults, **options})
 
@@ -123,7 +125,7 @@ def test_trying_a_compiled_step_leaves_no_trace(monkeypatch: pytest.MonkeyPatch)
     made, untouched = replica(execution="compile"), replica()
     chosen(made)
     assert all(torch.equal(flat, untouched.arena.flats[dtype]) for dtype, flat in made.arena.flats.items())
-    assert (made.steps, made.optimizer.state, made.tally.drain()) == (0, {}, (0.0, 0))
+    assert (made.steps, made.optimizer.state, made.loss_sums.drain()) == (0, {}, (0.0, 0))
 
 
 def test_shares_of_a_batch_are_not_compiled() -> None:
@@ -132,35 +134,42 @@ def test_shares_of_a_batch_are_not_compiled() -> None:
     )
 
 
-# Parcels
+def test_whole_batches_are_compiled_where_steps_are_not_always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.torch, "compile", lambda step, **options: step)
+    decision = chosen(replica(execution="compile", policy="auto"))
+    assert decision.value == "compile"
+    assert decision.reason.endswith("parts of shared batches run uncompiled")
 
 
-def test_a_parcel_of_tensors_on_their_device_holds_row_numbers_only() -> None:
+# Packed batches
+
+
+def test_a_packed_batch_of_tensors_on_their_device_holds_row_numbers_only() -> None:
     feed = make_feed(DATA, device=CPU, seed=0)
     feed.start_epoch(torch.tensor([5, 4, 3, 2, 1, 0]), 0)
-    parcel = parcel_of(feed, Batch(1, 2))
-    assert parcel.inputs.tolist() == [4, 3]
-    assert torch.equal(parcel.batch(), feed.fetch(Batch(1, 2)))
+    packed_batch = packed_batch_of(feed, Batch(1, 2))
+    assert packed_batch.inputs.tolist() == [4, 3]
+    assert torch.equal(packed_batch.batch(), feed.fetch(Batch(1, 2)))
 
 
-def test_a_parcel_of_an_augmented_batch_holds_its_keys_too() -> None:
+def test_a_packed_batch_of_an_augmented_batch_holds_its_keys_too() -> None:
     feed = make_feed(DATA, device=CPU, seed=0, augment=lambda batch, keys: batch + (keys % 7)[:, None])
     feed.start_epoch(in_order(6), 0)
-    parcel = parcel_of(feed, Batch(2, 3))
-    assert [tensor.dtype for tensor in parcel.inputs] == [torch.int64, torch.int64]
-    assert torch.equal(parcel.batch(), feed.fetch(Batch(2, 3)))
+    packed_batch = packed_batch_of(feed, Batch(2, 3))
+    assert [tensor.dtype for tensor in packed_batch.inputs] == [torch.int64, torch.int64]
+    assert torch.equal(packed_batch.batch(), feed.fetch(Batch(2, 3)))
 
 
-def test_a_feed_without_parcels_gives_whole_batches() -> None:
+def test_a_feed_without_packed_batches_gives_whole_batches() -> None:
     feed = make_feed([torch.ones(2), torch.zeros(2)], device=CPU, seed=0)
     feed.start_epoch(in_order(2), 0)
-    assert torch.equal(parcel_of(feed, Batch(0, 2)).inputs, feed.fetch(Batch(0, 2)))
+    assert torch.equal(packed_batch_of(feed, Batch(0, 2)).inputs, feed.fetch(Batch(0, 2)))
 
 
-def test_a_batch_is_a_whole_parcel_and_back() -> None:
-    parcel = Parcel(inputs=3, unpack=lambda value: value + 1)
-    assert as_parcel(parcel) is parcel
-    assert (unpacked(parcel), unpacked(as_parcel(7))) == (4, 7)
+def test_a_batch_is_a_whole_packed_batch_and_back() -> None:
+    packed_batch = PackedBatch(inputs=3, unpack=lambda value: value + 1)
+    assert as_packed_batch(packed_batch) is packed_batch
+    assert (unpacked(packed_batch), unpacked(as_packed_batch(7))) == (4, 7)
 
 
 # Learning rates and forms of optimizers
@@ -260,28 +269,28 @@ def test_what_a_model_keeps_between_steps_is_seen() -> None:
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), lambda: numpy.random.rand()])
 def test_a_draw_on_the_host_is_seen_and_undone(draw: Callable[[], Any]) -> None:
-    state = HostRandomness()
-    assert not state.was_drawn_from()
+    before = randomness.capture()
+    assert randomness.capture().equals(before)
     draw()
-    assert state.was_drawn_from()
-    state.restore()
-    assert not state.was_drawn_from()
+    assert not randomness.capture().equals(before)
+    randomness.restore(before)
+    assert randomness.capture().equals(before)
 
 
 # Sums that count on with every replay
 
 
 def test_a_captured_step_counts_when_it_is_replayed_and_not_before() -> None:
-    tally = LossTally(CPU)
-    tally.add(torch.tensor(2.0), 4, 0)
-    tally.captured(4)
-    tally.counted_on(4)
-    tally.counted_on(4)
-    assert tally.drain() == (8.0, 8)
+    loss_sums = LossSums(CPU)
+    loss_sums.add(torch.tensor(2.0), 4, 0)
+    loss_sums.captured(4)
+    loss_sums.counted_on(4)
+    loss_sums.counted_on(4)
+    assert loss_sums.drain() == (8.0, 8)
 
 
 def test_what_was_logged_in_a_capture_is_taken_back() -> None:
-    book = Logbook()
+    book = LoggedScalars()
     book.add("loss", 1.0, 2)
     before = book.entries()
     book.add("loss", 5.0, 3)

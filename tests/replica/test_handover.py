@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.replica.handover import Cargo, pack, places, take_over
+from outrider.errors import ConfigError
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
+from outrider.replica.state_transfer import Cargo, pack, places, take_over
 
 CPU = torch.device("cpu")
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
@@ -144,3 +146,59 @@ def test_state_that_was_not_there_is_taken_over_too() -> None:
     for replica in (giver, taker):
         steps(replica, start=4, stop=6)
     assert torch.equal(giver.model.second.weight, taker.model.second.weight)
+
+
+class Nested(torch.optim.SGD):
+    """Keeps tensors in a list and numbers in a dict and a tuple, as SOAP and its kin do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["factors"] = [parameter.detach() @ parameter.detach().T] if parameter.dim() == 2 else []
+            state["counts"] = {"steps": 1 + state.get("counts", {"steps": 0})["steps"], 0: (True, None, "a")}
+        return super().step(closure)
+
+
+def test_tensors_inside_lists_are_taken_over_too() -> None:
+    optimizer = partial(Nested, lr=0.1, momentum=0.9)
+    giver, taker = make(optimizer), make(optimizer)
+    steps(giver, start=0, stop=3)
+    steps(taker, start=0, stop=1)
+    hand_over(giver, taker, at=16)
+    given, taken = (one.optimizer.state[one.model.weight] for one in (giver, taker))
+    assert torch.equal(taken["factors"][0], given["factors"][0])
+    assert taken["factors"][0].data_ptr() != given["factors"][0].data_ptr()
+    assert taken["counts"] == given["counts"] == {"steps": 3, 0: (True, None, "a")}
+
+
+def test_a_manifest_is_json_without_the_numbers_of_tensors() -> None:
+    giver = make(OPTIMIZERS["sgd"], lambda: nn.Linear(3, 2, bias=False))
+    steps(giver, start=0, stop=1)
+    described = {"tensor": [[2, 3], [3, 1], "float32"]}
+    assert json.loads(pack(giver).manifest) == [[0, [["momentum_buffer", described]]]]
+
+
+class Peculiar(torch.optim.SGD):
+    """Keeps an object of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state[self.param_groups[0]["params"][0]]["notes"] = object()
+        return super().step(closure)
+
+
+def test_a_state_with_objects_of_its_own_is_refused_with_a_reason() -> None:
+    giver = make(partial(Peculiar, lr=0.1))
+    steps(giver, start=0, stop=1)
+    with pytest.raises(ConfigError) as caught:
+        pack(giver)
+    assert caught.value.message == (
+        "the optimizer keeps an object of type object in 'notes' of parameter 0, which cannot be handed to other ranks"
+    )
+    assert caught.value.hint == ('keep tensors, numbers, text, lists and dicts in its state, or pass policy="sync"')
+
+
+def test_a_manifest_that_names_anything_but_a_dtype_is_refused() -> None:
+    taker = make(OPTIMIZERS["sgd"])
+    manifest = json.dumps([[0, [["momentum_buffer", {"tensor": [[1], [1], "load"]}]]]]).encode()
+    with pytest.raises(ConfigError, match="unknown dtype 'load' in a hand-over"):
+        places(taker, manifest)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from outrider.errors import StepError
+from outrider.replica.loss_sums import LossSums
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
-from outrider.replica.tally import LossTally
 
 CPU = torch.device("cpu")
 DATA = torch.ones(8, 2)
@@ -99,16 +99,16 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone() -> None:
 
 
 def test_the_tally_names_the_first_bad_step() -> None:
-    tally = LossTally(CPU)
+    loss_sums = LossSums(CPU)
     for step, loss in enumerate([1.0, float("inf"), float("nan"), 1.0]):
-        tally.add(torch.tensor(loss), 2, step)
-    assert tally.bad_step() == 1
+        loss_sums.add(torch.tensor(loss), 2, step)
+    assert loss_sums.bad_steps().loss == 1
 
 
 def test_the_tally_is_weighted_by_samples_and_starts_anew_when_drained() -> None:
-    tally = LossTally(CPU)
-    tally.add(torch.tensor(1.0), 3, 0)
-    tally.add(torch.tensor(5.0), 1, 1)
-    assert tally.mean_so_far() == 2.0
-    assert tally.drain() == (8.0, 4)
-    assert tally.mean_so_far() is None
+    loss_sums = LossSums(CPU)
+    loss_sums.add(torch.tensor(1.0), 3, 0)
+    loss_sums.add(torch.tensor(5.0), 1, 1)
+    assert loss_sums.mean_so_far() == 2.0
+    assert loss_sums.drain() == (8.0, 4)
+    assert loss_sums.mean_so_far() is None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError
-from outrider.scaffold.names import check_name, package_of
+from outrider.scaffold.project import check_name, package_of
 
 
 @pytest.mark.parametrize("name", ["stripes", "my-project", "My_Project2", "a"])

@@ -26,7 +26,7 @@ def test_every_template_makes_a_complete_project(template: str, tmp_path: Path) 
         "config.toml",
         "jobs/kubernetes.yaml",
         "jobs/slurm.sbatch",
-        "jobs/torchrun.sh",
+        "jobs/ray.sh" if template == "ray" else "jobs/torchrun.sh",
         "my_project/__init__.py",
         "my_project/config.py",
         "my_project/data.py",

@@ -26,8 +26,8 @@ class Ended:
 
 
 SHARED = (
-    *(f"plain:{policy}" for policy in ("sync", "cadence", "async", "balanced")),
-    *(f"leaving:{policy}" for policy in ("sync", "cadence", "async", "balanced")),
+    *(f"plain:{policy}" for policy in ("auto", "sync", "cadence", "async", "balanced")),
+    *(f"leaving:{policy}" for policy in ("auto", "sync", "cadence", "async", "balanced")),
     "accumulating:balanced",
     "adversaries:balanced",
     "two_sessions:sync",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader
 
 import outrider
 
@@ -53,7 +53,7 @@ def inside(prepared: outrider.Session) -> Iterator[outrider.Session]:
     loop = prepared.batches(data(), batch_size=4)
     next(loop)
     yield prepared
-    loop.close()  # type: ignore[attr-defined]
+    loop.close()
 
 
 def data() -> Tensor:
@@ -123,6 +123,21 @@ def test_a_closure(inside: outrider.Session, optimizer: torch.optim.Optimizer) -
     )
 
 
+def test_a_tensor_is_gathered(prepared: outrider.Session) -> None:
+    assert words_of(lambda: prepared.gather(torch.ones(1))).endswith(
+        "hint: pass tensor.tolist(); torch.distributed.all_gather_object sends other objects"
+    )
+    assert prepared.gather({"loss": 0.5}) == [{"loss": 0.5}]
+
+
+def test_no_closure_is_none(inside: outrider.Session, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    inside.backward(model(data()).mean())
+    before = model.weight.detach().clone()
+    optimizer.step(None)
+    assert not torch.equal(model.weight, before)
+    optimizer.step(closure=None)
+
+
 def test_a_shared_evaluation_inside_the_loop_ends_it(prepared: outrider.Session) -> None:
     loop = prepared.batches(data(), batch_size=4)
     next(loop)
@@ -137,7 +152,7 @@ def test_a_shared_evaluation_inside_the_loop_ends_it(prepared: outrider.Session)
 
 
 def test_batches_before_prepare(s: outrider.Session) -> None:
-    assert words_of(lambda: s.batches(data(), batch_size=4)) == (
+    assert words_of(lambda: list(s.batches(data(), batch_size=4))) == (
         "batches() was called before prepare()\nhint: call model, optimizer = s.prepare(model, optimizer) first"
     )
 
@@ -163,7 +178,7 @@ def test_prepare_without_an_optimizer(s: outrider.Session, model: nn.Linear) -> 
 def test_prepare_with_a_data_loader(s: outrider.Session, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     loader = DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
     assert words_of(lambda: s.prepare(model, optimizer, loader)) == (
-        "prepare() takes models, optimizers and schedules, got DataLoader\n"
+        "prepare() takes models, optimizers, schedules and a GradScaler, got DataLoader\n"
         "hint: data sets and data loaders go to batches()"
     )
 
@@ -182,7 +197,7 @@ def test_a_prepared_schedule_is_stepped(
     s.prepare(model, optimizer, scheduler)
     assert words_of(scheduler.step) == (
         "StepLR.step() was called, but this schedule was given to prepare(), which moves it with the samples of all "
-        "ranks\nhint: delete the call, or leave the schedule out of prepare() and step it once per epoch"
+        'ranks\nhint: delete the call; prepare(..., per="epoch") moves it once per epoch'
     )
 
 
@@ -318,10 +333,6 @@ def test_a_batch_size_of_nothing(prepared: outrider.Session) -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"batch_size": 4, "sampler": SubsetRandomSampler([1, 2])}, "SubsetRandomSampler"),
-        ({"batch_size": 4, "sampler": RandomSampler(range(12), num_samples=5)}, "a RandomSampler of its own"),
-        ({"batch_sampler": [[0, 1], [2]]}, "list"),
-        ({"batch_sampler": BatchSampler(SequentialSampler(range(12)), 4, False)}, "BatchSampler"),
         ({"batch_size": None}, "batch_size=None"),
     ],
 )
@@ -390,4 +401,14 @@ def test_negative_samples(s: outrider.Session, model: nn.Linear, name: str) -> N
 def test_a_broadcast_from_a_rank_that_is_not_there(s: outrider.Session, model: nn.Linear) -> None:
     assert words_of(lambda: outrider.wrap(model).broadcast(source=1)) == (
         "source must be a rank, 0 to 0, got 1\nhint: 0 is the main rank"
+    )
+
+
+def test_micro_batches_are_for_the_forward_pass_of_train() -> None:
+    with pytest.raises(outrider.ConfigError) as caught:
+        outrider.Session(micro_batch=4)  # type: ignore[call-arg]
+    assert str(caught.value) == (
+        "a loop of your own does not take micro_batch: the forward pass is in the loop, not in outrider\n"
+        "hint: cut the batch and call s.backward(loss * len(piece) / len(batch)) for each piece inside "
+        "`with s.no_sync():`, then s.optimizer_step(); see docs/cards.md"
     )

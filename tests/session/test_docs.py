@@ -25,6 +25,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 PREAMBLE, *EXAMPLES = blocks(SESSION, "python")
+EXAMPLES += blocks((ROOT / "docs" / "cards.md").read_text(), "python")
 DDP, AFTER_DDP, ACCELERATE, AFTER_ACCELERATE = blocks(ADOPTING, "python")
 DIFF_OF_DDP, DIFF_OF_ACCELERATE = blocks(ADOPTING, "diff")
 
@@ -53,7 +54,7 @@ def difference(before: str, after: str) -> str:
 
 
 def test_the_guide_has_examples() -> None:
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 17
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -83,12 +84,14 @@ def test_an_example_of_the_readme_runs(number: int) -> None:
     exec(blocks(OWN_LOOP, "python")[number], scope)
 
 
+@pytest.mark.slow
 def test_ddp_and_a_session_learn_the_same_thing_on_two_ranks() -> None:
     before, after = run(DDP, starter=TORCHRUN), run(AFTER_DDP)
     assert before[0] < before[2] > 90
     assert after == pytest.approx(before, abs=3)
 
 
+@pytest.mark.slow
 def test_accelerate_and_a_session_learn_the_same_thing() -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install outrider[peers]")
     before, after = run(ACCELERATE), run(AFTER_ACCELERATE)

@@ -14,9 +14,9 @@ from torch import nn
 
 import outrider
 from outrider.data.order import shuffled
-from outrider.lab.train import Bench
-from outrider.lab.train import train as train_in_lab
 from outrider.replica.recipe import Recipe
+from outrider.virtual.lab import Bench
+from outrider.virtual.lab import train as train_in_lab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,6 +68,15 @@ def test_the_lab_repeats_a_session(on_two_ranks: Any, policy: str) -> None:
     for rank in range(2):
         reached = load_file(ended.folder / f"plain{rank}.safetensors")
         assert all(torch.equal(reached[name], expected[name]) for name in expected)
+
+
+def test_a_session_is_replayed_by_its_step_as_a_function(on_two_ranks: Any) -> None:
+    ended = on_two_ranks("plain:async")
+    assert ended.code == 0, ended.stderr
+    options = {"batch_size": BATCH, "epochs": 2, "seed": SEED, "policy": "async", "anchor": 2}
+    result = outrider.replay(ended.folder / "run", make_model, make_optimizer, loss_of, data(), **options)
+    assert result.departure is None
+    assert [epoch.has_same_bits for epoch in result.epochs] == [True, True]
 
 
 def test_a_whole_batch_split_between_ranks_learns_as_on_one(on_two_ranks: Any) -> None:

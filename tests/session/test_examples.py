@@ -21,6 +21,7 @@ def run_here(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, f
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_user_loop_learns_two_spirals_on_two_ranks(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "user_loop.py"), "--epochs", "2", "--policy", "async"],
@@ -40,6 +41,7 @@ def test_the_user_loop_learns_two_spirals_on_two_ranks(tmp_path: Path) -> None:
     assert min(shares) > 0
 
 
+@pytest.mark.slow
 def test_the_gan_learns_to_draw_a_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

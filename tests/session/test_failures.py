@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_break_on_one_rank_ends_the_epoch_on_all(on_two_ranks: Any, policy: str) -> None:
@@ -43,6 +45,15 @@ def test_an_exception_on_the_only_rank_stays_what_it_is(tmp_path: Path, script_r
     record = json.loads((ended.folder / "run" / "record.json").read_text())
     assert record["status"] == "failed"
     assert record["error"]["message"] == "rank 0 (cpu), step 2: ValueError: a bad batch"
+
+
+def test_evaluate_together_on_rank_0_alone_is_told_and_not_waited_for(tmp_path: Path, script_runner: Any) -> None:
+    ended = script_runner(tmp_path, "together_alone:cadence", devices="cpu,cpu@0.5")
+    assert ended.code == 1
+    told = "rank 0 waits for evaluate_together() on all ranks, rank 1 for the end of epoch 0: they would never meet"
+    assert told in ended.stderr
+    assert "under `if s.is_main:` use evaluate() instead of evaluate_together()" in ended.stderr
+    assert json.loads((ended.folder / "run" / "record.json").read_text())["error"]["message"] == told
 
 
 def test_averages_by_hand_are_weighted_by_samples(on_two_ranks: Any) -> None:

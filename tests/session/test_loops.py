@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_a_prepared_schedule_ticks_with_every_batch(session: OpenSession, model:
 
 def test_a_schedule_counts_only_what_was_taken_before_a_break(session: OpenSession, model: nn.Module) -> None:
     optimizer = sgd(model, rate=1e-3)
-    with session() as s:
+    with session(policy="cadence") as s:
         s.prepare(model, optimizer, counting_schedule(optimizer))
         for number, batch in enumerate(s.batches(data(), batch_size=4)):
             s.step(squared_error(model, batch))
@@ -319,6 +320,53 @@ def test_the_record_says_what_the_session_did(session: OpenSession, model: nn.Mo
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["policy"], record["devices"]) == ("finished", "async", ["cpu"])
     assert [epoch["samples"] for epoch in record["epochs"]] == [SIZE] * 3
+
+
+def test_a_session_leaves_its_events_and_the_same_files_as_a_run(
+    session: OpenSession, model: nn.Module, tmp_path: Path
+) -> None:
+    with session(policy="cadence", record_schedule=True) as s:
+        s.prepare(model, sgd(model))
+        for batch in s.batches(data(), batch_size=8):
+            s.step(squared_error(model, batch))
+        assert (tmp_path / "events" / "rank0.jsonl").is_file()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"timeline.json", "timeline.csv", "timeline.html", "trace.json", "schedule.json"} <= names
+    kinds = [event["kind"] for event in json.loads((tmp_path / "timeline.json").read_text())["events"]]
+    assert {"ready", "epoch start", "window"} <= set(kinds)
+
+
+def test_who_took_part_is_known_after_the_end(session: OpenSession, model: nn.Module, tmp_path: Path) -> None:
+    with session() as s:
+        s.prepare(model, sgd(model))
+        for _ in s.epochs(2):
+            for batch in s.batches(data(), batch_size=8):
+                s.step(squared_error(model, batch))
+    assert (s.rank, s.is_main, s.world_size, s.devices) == (0, True, 1, ("cpu",))
+    assert (s.device, s.run_dir) == (torch.device("cpu"), tmp_path)
+    assert s.metrics is not None
+    assert s.metrics.epoch == 1
+
+
+def test_a_session_is_sampled_as_a_run_is(session: OpenSession, model: nn.Module, tmp_path: Path) -> None:
+    with session() as s:
+        s.prepare(model, sgd(model))
+        for batch in s.batches(data(), batch_size=8):
+            time.sleep(0.05)
+            s.step(squared_error(model, batch))
+    utilization = json.loads((tmp_path / "timeline.json").read_text())["utilization"]
+    [device] = utilization["devices"]
+    assert (device["rank"], device["device"], device["source"]) == (0, "cpu", "psutil")
+    assert len(device["percent"]) == len(utilization["t"]) > 0
+    assert json.loads((tmp_path / "record.json").read_text())["idle"]["gaps_s"] != [None]
+
+
+def test_sampling_of_a_session_can_be_switched_off(session: OpenSession, model: nn.Module, tmp_path: Path) -> None:
+    with session(sample_utilization=False) as s:
+        s.prepare(model, sgd(model))
+        for batch in s.batches(data(), batch_size=8):
+            s.step(squared_error(model, batch))
+    assert json.loads((tmp_path / "timeline.json").read_text())["utilization"] is None
 
 
 def test_setup_opens_prepares_and_says_where_it_runs(

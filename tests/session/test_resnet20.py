@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import outrider
-from outrider.lab.train import Bench
-from outrider.lab.train import train as train_in_lab
 from outrider.replica.recipe import Recipe
+from outrider.virtual.lab import Bench
+from outrider.virtual.lab import train as train_in_lab
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SCRIPT = runpy.run_path(str(Path(__file__).with_name("user_script.py")))
 WHAT = {
@@ -37,7 +37,9 @@ def flow(on_two_ranks: Any) -> Any:
 
 
 def schedule_of(folder: Path) -> Any:
-    return json.loads((folder / "schedule.json").read_text())["segments"]
+    """Without the digests of the models, which depend on the names of their tensors."""
+    segments = json.loads((folder / "schedule.json").read_text())["segments"]
+    return [[[entry for entry in rank if entry[0] != "ended"] for rank in segment] for segment in segments]
 
 
 def assert_same(flow: Any, other: dict[str, torch.Tensor]) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.runtime.script import running_script
+from outrider.launch.script_launcher import running_script
+
+pytestmark = pytest.mark.slow
 
 ONE_DEVICE = """
 import outrider, torch
@@ -80,6 +82,12 @@ def test_a_session_leaves_its_record(started: Any) -> None:
     assert (record["status"], record["policy"], len(record["epochs"])) == ("finished", "sync", 2)
     assert [epoch["samples"] for epoch in record["epochs"]] == [331, 331]
     assert record["epochs"][0]["logged"]["size"] == pytest.approx(7.9, abs=0.1)
+
+
+def test_rank_zero_samples_all_ranks_of_its_host(started: Any, under_torchrun: Any) -> None:
+    for run, devices in ((started, ["cpu", "cpu@0.5"]), (under_torchrun, ["cpu", "cpu"])):
+        timeline = json.loads((run.folder / "run" / "timeline.json").read_text())
+        assert [device["device"] for device in timeline["utilization"]["devices"]] == devices
 
 
 def test_sessions_may_follow_each_other_in_one_script(on_two_ranks: Any) -> None:

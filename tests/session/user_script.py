@@ -118,6 +118,19 @@ def failing(policy: str) -> None:
                 s.step(loss_of(model, batch))
 
 
+def together_alone(policy: str) -> None:
+    """Only rank 0 calls what all ranks must call."""
+    train_set = data()
+    model = make_model()
+    with outrider.Session(**options(policy)) as s:
+        s.prepare(model, make_optimizer(model.parameters()))
+        for _ in s.epochs(2):
+            for batch in s.batches(train_set, batch_size=BATCH):
+                s.step(loss_of(model, batch))
+            if s.is_main:
+                s.evaluate_together(accuracy, train_set)
+
+
 def accumulating(policy: str) -> None:
     """Gradients of two batches to a step, by optimizer.step() as in plain torch."""
     train_set = data()

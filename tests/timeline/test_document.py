@@ -10,7 +10,7 @@ import pytest
 from outrider.errors import DataError
 from outrider.timeline.document import Timeline, load_timeline
 from outrider.timeline.spans import Span
-from outrider.timeline.summary import anchor_history, summarize
+from outrider.timeline.timeline_summary import anchor_history, summarize
 
 
 def message_for(folder: Path) -> str:

@@ -13,9 +13,7 @@ import pytest
 
 from outrider.errors import ConfigError, DataError
 from outrider.timeline.document import Timeline, load_timeline
-from outrider.timeline.export_csv import COLUMNS, as_csv
-from outrider.timeline.export_perfetto import as_trace
-from outrider.timeline.exports import complete_run, export, parse_formats
+from outrider.timeline.exports import COLUMNS, as_csv, as_trace, complete_run, export, parse_formats
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.timeline import page
+from outrider.timeline import web_page as page
 from outrider.timeline.document import Timeline, load_timeline
 from outrider.timeline.export_html import write_html
-from outrider.timeline.lanes import lanes_figure, parted
+from outrider.timeline.lane_figure import as_bars, lanes_figure, parted, thin_series
 from outrider.timeline.spans import Span
-from outrider.timeline.thinning import as_bars, thin_series
 
 from .conftest import make_utilization
 
@@ -55,19 +54,19 @@ def test_a_page_needs_nothing_from_a_network(timeline: Timeline, run_folder: Pat
 
 
 def test_pages_of_a_folder_share_one_script(tmp_path: Path) -> None:
-    section = page.Section(title="one", figures=[page.figure([{"type": "bar", "y": [1]}])])
+    section = page.PageSection(title="one", figures=[page.figure([{"type": "bar", "y": [1]}])])
     page.write_page(tmp_path, "a.html", "A", [section])
     page.write_page(tmp_path, "b.html", "B", [section])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.html", "plotly.min.js"]
 
 
 def test_a_page_without_figures_needs_no_script(tmp_path: Path) -> None:
-    page.write_page(tmp_path, "a.html", "A", [page.Section(title="one", html=page.table(["x"], [["1"]]))])
+    page.write_page(tmp_path, "a.html", "A", [page.PageSection(title="one", html=page.table(["x"], [["1"]]))])
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
 
 
 def test_names_cannot_become_markup(tmp_path: Path) -> None:
-    section = page.Section(
+    section = page.PageSection(
         title="<i>", html=page.table(["<b>"], [["</td>"]]), figures=[page.figure([{"name": "</script>"}])]
     )
     path = page.write_page(tmp_path, "a.html", "<script>alert(1)</script>", [section])
@@ -162,3 +161,20 @@ def test_a_browser_draws_the_page_without_errors(timeline: Timeline, run_folder:
     assert len(re.findall(r'<g class="point"', shown.stdout)) > 20
     assert len(re.findall(r'class="js-line"', shown.stdout)) >= 6
     assert "rank 1" in shown.stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium installed: apt-get install chromium")
+def test_a_page_says_so_when_its_script_is_missing(timeline: Timeline, run_folder: Path) -> None:
+    path = write_html(timeline, run_folder)
+    (run_folder / "plotly.min.js").unlink()
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu"]
+    command += [f"--user-data-dir={run_folder / 'profile'}", "--virtual-time-budget=10000", "--dump-dom", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (
+        '<p class="missing" id="missing" role="alert">The charts of this page are not shown: the file' in shown.stdout
+    )
+    assert "data-figure=" not in shown.stdout
+
+
+def test_the_message_about_a_missing_script_is_hidden_until_it_is_needed(timeline: Timeline, run_folder: Path) -> None:
+    assert '<p class="missing" id="missing" role="alert" hidden>' in write_html(timeline, run_folder).read_text()

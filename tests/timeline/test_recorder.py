@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from outrider.timeline.recorder import Recorder, merged
+from outrider.timeline.recorder import Recorder
 from outrider.timeline.windows import SHARED_WINDOW_S, WindowLog
 
 
@@ -70,8 +70,3 @@ def test_shared_steps_of_a_quarter_second_are_one_event(recorder: Recorder, log:
     (event,) = recorder.events
     assert (event["batches"], event["samples"], event["average_ms"]) == (1, 64, 5.0)
     assert "window" not in event
-
-
-def test_merged_events_are_in_the_order_of_time_and_without_samples() -> None:
-    early, late = {"t": 1.0, "rank": 1, "kind": "ready"}, {"t": 2.0, "rank": 0, "kind": "ready"}
-    assert merged([[late], [early]]) == {"schema_version": 1, "utilization": None, "events": [early, late]}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch import nn
 
 import outrider
 from outrider.timeline.document import load_timeline
-from outrider.timeline.summary import summarize
+from outrider.timeline.timeline_summary import summarize
 
 NUM_SAMPLES = 256
 PROBLEM: dict[str, Any] = {
@@ -37,8 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

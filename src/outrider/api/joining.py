@@ -1,6 +1,6 @@
-"""Where a session's ranks come from: they are there already, or the script is run again on every device.
+"""Finds or starts the ranks of a session: they exist already, or the script is run again on every device.
 
-Decides whether this process is a rank, becomes the only one, or starts the others and ends with them.
+Decides whether this process is one of several ranks, the only rank, or the starter of the ranks.
 """
 
 from __future__ import annotations
@@ -8,53 +8,77 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from outrider.api.options import Order
+from outrider.api.notebook_bar import in_notebook
+from outrider.api.options import CheckedSession
+from outrider.average.transport.backend_table import choose_backend
 from outrider.errors import ConfigError
+from outrider.launch.script_launcher import run_in_ranks, running_script, script_rank
 from outrider.machine.devices import DeviceSpec, cuda_devices, resolve_devices
-from outrider.runtime.environment import adopted, alone, local_devices, wanted_devices
-from outrider.runtime.folder import new_folder
-from outrider.runtime.messages import Link, adopted_link
-from outrider.runtime.script import cast, run_in_ranks, running_script
-from outrider.runtime.session import new_run_dir
-from outrider.runtime.world import choose_backend
+from outrider.machine.rank_environments import (
+    have_same_torch,
+    rank_pythons,
+    tell_unused_environments,
+    wanted_environments,
+)
+from outrider.record.run_folder import RunFolder, new_run_dir
+from outrider.record.run_folder_lock import FolderLock
+from outrider.world.default_group import existing_ranks
+from outrider.world.environment import alone, local_devices, tell_unused_port, wanted_devices
+from outrider.world.messages import Link, adopted_link
 
 
-def find_link(order: Order) -> Link:
-    """Who this process is; it ends here where it has only started the ranks."""
-    here = cast()
+def find_link(order: CheckedSession) -> Link:
+    """Return the link of this process as a rank; a process that only starts the ranks exits here."""
+    here = script_rank()
     if here is not None:
         return here.link
-    environment = adopted()
+    environment = existing_ranks()
     num_threads = order.config.threads_per_rank
     wanted = wanted_devices(order.config.devices)
     if environment is not None:
+        tell_unused_port(environment, order.config.port)
+        if environment.rank == 0:
+            tell_unused_environments(order.config.environments, "the ranks were started by another program")
         specs = local_devices(environment, wanted, cuda_devices=cuda_devices())
         return adopted_link(environment, devices=specs, num_threads=num_threads)
     devices = resolve_devices(wanted, cuda_devices=cuda_devices()).devices
     if len(devices) > 1:
         devices = _start_ranks(order, devices, was_asked=wanted != "auto")
+    tell_unused_environments(order.config.environments, "a loop on one device runs in the Python that started it")
     return adopted_link(alone(), devices=devices, num_threads=num_threads)
 
 
-def _start_ranks(order: Order, devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[DeviceSpec, ...]:
-    """Run the script in ranks of its own and end this process with them; a notebook goes on with one device."""
-    choose_backend(order.config.backend, devices)
-    order.recipe.planner_config(len(devices))
+def _start_ranks(order: CheckedSession, devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[DeviceSpec, ...]:
+    """Run the script once per device and exit with its exit code; a notebook continues with one device."""
+    config = order.config
+    pythons = rank_pythons(wanted_environments(config.environments), devices)
+    choose_backend(config.backend, devices, has_one_torch=pythons is None or have_same_torch(pythons))
+    order.recipe.planner_config(len(devices), batch_size=1)
     script = running_script()
     if script is None:
         return _only_one(devices, was_asked=was_asked)
-    wish = new_run_dir(order.recipe.policy)
-    run_dir = order.config.run_dir or new_folder(wish.parent, wish.name)
+    run_dir = config.run_dir or new_run_dir(order.recipe.policy_spec.name)
     sys.stdout.flush()
-    code = run_in_ranks(
-        script, devices=devices, run_dir=run_dir, num_threads=order.config.threads_per_rank, port=order.config.port
-    )
+    # Before the logs of the ranks, which another run in this folder would lose.
+    lock = FolderLock.take(RunFolder(run_dir))
+    try:
+        code = run_in_ranks(
+            script,
+            devices=devices,
+            run_dir=run_dir,
+            interpreters=None if pythons is None else [one.interpreter for one in pythons],
+            num_threads=config.threads_per_rank,
+            port=config.port,
+            grace_s=config.grace_s,
+        )
+    finally:
+        lock.release()
     raise SystemExit(code)
 
 
 def _only_one(devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[DeviceSpec, ...]:
     names = ",".join(str(spec) for spec in devices)
-    way_out = f"save the loop as a script and run `outrider run --devices {names} script.py`, or call outrider.train()"
+    way_out = _way_out(names)
     if was_asked:
         raise ConfigError(
             f"{len(devices)} devices asked for, but there is no script to run on each: a notebook has one device",
@@ -62,3 +86,13 @@ def _only_one(devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[Device
         )
     print(f"outrider: {devices[0]} of {len(devices)} devices is used here; to use all: {way_out}", file=sys.stderr)
     return (devices[0],)
+
+
+def _way_out(names: str) -> str:
+    command = f"outrider run --devices {names} script.py"
+    if in_notebook():
+        return (
+            f"begin the cell of the loop with `%%writefile script.py` and run `!{command}` in the next cell, or call "
+            "outrider.train(), which starts its ranks from a cell"
+        )
+    return f"save the loop as a script and run `{command}`, or call outrider.train()"

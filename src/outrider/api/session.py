@@ -1,12 +1,14 @@
 """`Session`: the user keeps the training loop, and every device takes part in it.
 
-Decides where the ranks come from, and what may be called when; the same script runs alone, with `outrider run`, under
-torchrun and in a notebook.
+Decides how the ranks are found or started, and which method may be called when. The same script runs alone, with
+`outrider run`, under torchrun and in a notebook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -14,79 +16,125 @@ from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from outrider.api.joining import find_link
 from outrider.api.loaders import as_source
-from outrider.api.options import SessionOptions, make_session_order
+from outrider.api.options import SessionOptions, make_session_order, overridden
 from outrider.api.preparing import sort_out
+from outrider.api.replay_wish import refuse_replay
+from outrider.api.run_html import run_html
+from outrider.api.run_talk import RunTalk
+from outrider.api.running_mean import RunningMean
+from outrider.api.session_batches import PassPlace, SessionBatches
+from outrider.api.session_gather import gather
+from outrider.api.session_interruption import SessionInterruption
+from outrider.api.session_sampling import start_sampler
+from outrider.average.transport.backend_table import BackendChoice, choose_backend
 from outrider.data.augmented_feed import AugmentFunction
-from outrider.data.drawer import Collate
+from outrider.data.sample_reader import Collate
 from outrider.errors import ConfigError
-from outrider.runtime.evaluation import EvaluateAll
-from outrider.runtime.feeds import Source
-from outrider.runtime.folder import RunFolder, new_folder, save_model
-from outrider.runtime.messages import Link, as_ours
-from outrider.runtime.metrics import EpochMetrics
-from outrider.runtime.record import close_record
-from outrider.runtime.script import cast
-from outrider.runtime.session import SessionRun, new_run_dir
-from outrider.runtime.world import Choice, World, choose_backend
+from outrider.launch.interruption import is_interruption
+from outrider.launch.script_launcher import script_rank
+from outrider.rank.agreement import compare, options_to_compare
+from outrider.rank.session_feeds import Source
+from outrider.rank.session_run import SessionRun
+from outrider.rank.shared_evaluation import EvaluateAll
+from outrider.rank.training_length import Goal
+from outrider.record.disk_space import save_or_keep
+from outrider.record.epoch_metrics import EpochMetrics
+from outrider.record.run_folder import RunFolder, check_ending, new_run_dir
+from outrider.record.run_record import close_record
+from outrider.record.run_timeline import complete_timeline
+from outrider.replica.schedule_ticks import TickPer
+from outrider.timeline.sampler import Sampler
+from outrider.watch.watch_child import WatchChild, open_page, wants_page
+from outrider.world.messages import Link
+from outrider.world.rank_errors import as_ours
+from outrider.world.world import World
 
 EVALUATION_BATCH_SIZE = 256
 
 _open: list[Session] = []
-"""The session of this process that is open; a process is one rank, so there is at most one."""
+"""The open session of this process; a process is one rank, so there is at most one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Membership:
+    """This process as a rank of its session; known after joining, and still after the session has ended."""
+
+    rank: int
+    devices: tuple[str, ...]
+    device: torch.device
+    run_dir: Path
 
 
 class Session:
-    """A training session in the user's own loop: `with outrider.Session(policy="cadence") as s:`."""
+    """A training session in the user's own loop: `with outrider.Session() as s:`."""
 
     def __init__(self, **options: Unpack[SessionOptions]) -> None:
-        self._order = make_session_order(options)
+        refuse_replay()
+        self._order = make_session_order(overridden(options))
         self._run: SessionRun | None = None
+        self._membership: _Membership | None = None
+        self._sampler: Sampler | None = None
+        self._page: WatchChild | None = None
         self._has_ended = False
+        self._interruption = SessionInterruption()
         self._epoch: int | None = None
         self._num_passes = 0
         self._pass: object = None
-        self.metrics: EpochMetrics | None = None
-        """Of the last epoch that ended, over all ranks."""
-        self.backend: Choice | None = None
-        """How averages travel, and why."""
+        self._talk = RunTalk()
+        self._means: list[RunningMean] = []
+        self._metrics: EpochMetrics | None = None
+        self.backend: BackendChoice | None = None
+        """The backend of averages, and the reason for it."""
 
-    # Who takes part
+    # Rank and world; also available after the end of the session
 
     @property
     def rank(self) -> int:
-        return self._joined().world.rank
+        return self._member().rank
 
     @property
     def world_size(self) -> int:
-        return self._joined().world.size
+        return len(self._member().devices)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one to print and to save."""
+        """Whether this is rank 0, which should print and save."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; batches and prepared models are there already."""
-        return self._joined().world.device
+        """The device of this rank; batches and prepared models are on it."""
+        return self._member().device
 
     @property
     def world(self) -> World:
-        """All ranks, for what has no word here."""
+        """The group of all ranks, for your own communication."""
         return self._joined().world
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of all ranks, as they were written."""
-        return self._joined().devices
+        """The devices of all ranks, as given in the options."""
+        return self._member().devices
+
+    @property
+    def metrics(self) -> EpochMetrics | None:
+        """Metrics over all ranks of the present epoch, from the end of its loop over batches() on.
+
+        During that loop, those of the epoch before; None during the first.
+        """
+        return self._metrics if self._run is None else self._run.metrics
 
     @property
     def run_dir(self) -> Path:
-        """Where rank 0 keeps the record."""
-        return self._joined().folder.path
+        """The run folder, in which rank 0 writes the record."""
+        return self._member().run_dir
+
+    def _repr_html_(self) -> str | None:
+        return None if self._membership is None else run_html(self.run_dir)
 
     # Opening and closing
 
@@ -111,104 +159,208 @@ class Session:
             raise ConfigError(
                 "a session is open in this process already", hint="close it first: use `with outrider.Session() as s:`"
             )
+        has_page = wants_page(self._order.config.watch)
         self._join(find_link(self._order))
+        if has_page and self.is_main:
+            self._page = open_page(self.run_dir)
+        self._interruption.open(self._joined().link)
         _open.append(self)
         return self
 
     def close(self) -> None:
-        """End the session: all ranks meet a last time and the record is written."""
+        """End the session: synchronise all ranks a last time and write the record."""
         run = self._run
         if run is None:
             return
         try:
-            self._settle()
-            self._end_epoch()
-            run.finish()
+            if not self._interruption.is_raised:
+                self._settle()
+                self._end_epoch()
+                run.finish()
         except BaseException as error:
             self._fail(error)
             raise
         self._let_go(None)
+        if run.world.rank == 0 and run.is_recorded:
+            complete_timeline(run.folder.path, self._sampler)
+            if run.link.interrupted_by is None:
+                self._talk.end(run.folder.path)
+        self._interruption.raise_late(run.link)
 
     def _join(self, link: Link) -> None:
         order = self._order
         join = World.join if link.environment.world_size > 1 else World.alone
         world = join(link, timeout_s=order.config.timeout_s)
         try:
-            self.backend = choose_backend(order.config.backend, world.specs, hosts=world.hosts)
+            compare(world, world.exchange_json(options_to_compare(order.recipe, order.config), name="options"))
+            self.backend = choose_backend(
+                order.config.backend, world.specs, hosts=world.hosts, has_one_torch=world.has_one_torch
+            )
             folder = RunFolder(self._folder_path(world))
-            self._run = SessionRun(link, world, order.recipe, order.config, backend=self.backend.backend, folder=folder)
+            run = SessionRun(link, world, order.recipe, order.config, backend=self.backend.backend, folder=folder)
+            self._membership = _Membership(
+                rank=world.rank, devices=run.devices, device=world.device, run_dir=folder.path
+            )
+            self._sampler = start_sampler(
+                world,
+                origin_s=run.recorder.origin_s,
+                is_wanted=order.config.sample_utilization,
+                folder=folder.path,
+            )
+            self._run = run
+            self._talk = RunTalk.open(order.config.quiet, is_main=world.rank == 0)
+            self._talk.introduce(run.devices, policy=order.recipe.policy_spec, folder=folder.path)
+            run.tell_choices(self._talk.chose)
         except BaseException as error:
             world.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _folder_path(self, world: World) -> Path:
-        here = cast()
+        here = script_rank()
         given = self._order.config.run_dir or (here.run_dir if here is not None and not _ended_before else None)
-        wanted = given or (_unused(new_run_dir(self._order.recipe.policy)) if world.rank == 0 else "")
+        wanted = given or (new_run_dir(self._order.recipe.policy_spec.name) if world.rank == 0 else "")
         return Path(world.exchange_json(str(wanted), name="run folders")[0])
 
     def _fail(self, error: BaseException) -> None:
-        """End without meeting the others again: they may be anywhere."""
+        """End without synchronising with the other ranks, whose state is unknown."""
         run = self._run
         if run is None:
+            return
+        self._talk.pause()
+        if self._interruption.is_raised:
+            self.close()
             return
         if run.replica is not None:
             run.link.step = run.replica.steps
             error.add_note(f"outrider: on rank {self.rank} ({run.world.spec}), step {run.replica.steps}")
         if run.is_recorded and self.is_main:
-            close_record(run.folder, status="failed", error=as_ours(error, run.link))
+            status = "interrupted" if is_interruption(error, run.link) else "failed"
+            close_record(run.folder, status=status, error=as_ours(error, run.link))
         self._let_go(error)
+        # The starter of a script's ranks does this once all of them have ended.
+        if run.is_recorded and self.is_main and not run.link.owns_process:
+            complete_timeline(run.folder.path, self._sampler)
 
     def _let_go(self, error: BaseException | None) -> None:
         run = self._joined()
-        self._run, self._has_ended = None, True
+        self._run, self._has_ended, self._metrics = None, True, run.metrics
+        self._interruption.close()
         _open.clear()
         _ended_before.append(True)
+        if self._sampler is not None:
+            self._sampler.end()
         run.close()
+        if self._page is not None:
+            self._page.close()
         run.world.__exit__(None if error is None else type(error), error, None)
 
     # Models
 
-    def prepare(self, *things: Any) -> Any:
-        """Hand over models, optimizers and schedules, all in one call; they come back in the same order.
+    def prepare(self, *things: Any, per: TickPer = "optimizer-step") -> Any:
+        """Prepare all models, optimizers, schedules and a GradScaler in one call; returns them in the same order.
 
-        Models move to this rank's device and start from rank 0's parameters. A schedule that is handed over moves with
-        the samples of all ranks, one tick per batch_size samples.
+        Models move to this rank's device and start from rank 0's parameters. A prepared schedule advances with the
+        samples of all ranks: one tick `per` optimizer step of one device, "sample-batch" (also where you accumulate
+        gradients) or "epoch".
         """
         run = self._joined()
         if run.replica is not None:
             raise ConfigError("prepare() was called before", hint="hand all models and optimizers to one call")
         sorted_out = sort_out(things)
-        run.prepare(sorted_out.models, sorted_out.optimizers, sorted_out.schedulers)
+        run.prepare(sorted_out.models, sorted_out.optimizers, sorted_out.schedulers, sorted_out.scaler, per)
         self._num_passes = run.first_epoch
         return things
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The prepared optimizer, where there is only one."""
+        """The prepared optimizer, if there is only one."""
         return self._only_optimizer("optimizer")
 
     def save(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Rank 0 writes a model's parameters and buffers as safetensors; on the other ranks nothing happens."""
+        """Write a model's state dict on rank 0; the other ranks do nothing.
+
+        The ending decides the format: `.safetensors`, or `.pt` and `.pth` for `torch.save`.
+        """
         self._replica_needed("save")
+        check_ending(Path(path))
         replica = self._joined().replica
         assert replica is not None
         if self.is_main:
-            save_model(Path(path), (model or replica.model).state_dict())
+            save_or_keep(Path(path), (model or replica.model).state_dict())
+
+    def ema(self, model: nn.Module | None = None, *, decay: float | Callable[[int], float] = 0.9998) -> RunningMean:
+        """A copy of a prepared model that follows it as an exponential moving average; every rank must call this.
+
+        Call `ema.update()` after each step. `decay` is that of one step of one device, or a function of its number;
+        the result is the same on all ranks after each loop over batches(), whatever the policy. It is `ema.module`.
+        """
+        self._replica_needed("ema")
+        run = self._joined()
+        assert run.replica is not None
+        assert self.backend is not None
+        self._settle()
+        mean = RunningMean(
+            model or run.replica.model,
+            decay=decay,
+            count=lambda: self.global_step,
+            world=run.world,
+            backend=self.backend,
+        )
+        self._means.append(mean)
+        return mean
 
     # The loop
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Count epochs, from the checkpoint on with `resume`; metrics of all ranks are gathered at the end of each."""
+    def epochs(
+        self, count: int | None = None, *, steps: int | None = None, samples: int | None = None
+    ) -> Iterator[int]:
+        """Iterate over epochs, with `resume` from the checkpoint on; merges the metrics of all ranks after each.
+
+        Instead of a number of epochs you can pass `steps=` or `samples=` of the whole world, counted from the start of
+        the run; the last epoch is then cut. A step here is a batch of `batch_size` samples.
+        """
         if self._order.config.resume is not None:
             self._replica_needed("epochs")
-        for epoch in range(self._joined().begin_count(count), count):
-            self._settle()
-            self._end_epoch()
-            self._epoch = epoch
-            yield epoch
+        run = self._joined()
+        epoch = run.begin_count(Goal(epochs=count, steps=steps, samples=samples))
         self._settle()
         self._end_epoch()
+        try:
+            while not run.has_ended(epoch):
+                self._epoch = epoch
+                yield epoch
+                self._settle()
+                self._end_epoch()
+                epoch += 1
+        finally:
+            run.is_counting = False
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the whole world since the start of the run, as a schedule counts them.
+
+        It is equal on all ranks after an average; between averages each rank has its own estimate.
+        """
+        return self._joined().samples_seen
+
+    @property
+    def global_step(self) -> int:
+        """`samples_seen` in optimizer steps of one device: the same curve for every policy and number of ranks.
+
+        A step has `batch_size` samples, or those of as many batches as you accumulate.
+        """
+        replica = self._joined().replica
+        return 0 if replica is None else replica.counts.steps.at(self.samples_seen)
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of the batch in hand that count; 0 for one that this rank computes only to keep step with others."""
+        return self._inside("batch_samples").loop.samples
+
+    @property
+    def progress(self) -> float:
+        """The finished fraction of the loop over `epochs()`; of several passes in an epoch the first counts."""
+        return self._joined().progress(self._epoch)
 
     def batches(
         self,
@@ -220,13 +372,20 @@ class Session:
         collate: Collate | None = None,
         resident: bool | Literal["auto"] = "auto",
         augment: AugmentFunction | None = None,
-    ) -> Iterator[Any]:
-        """This rank's batches of one pass over a data set, on its device; every sample goes to one rank.
+        drop_last: bool | None = None,
+        order: Callable[[int], Any] | Iterable[int] | None = None,
+        length: int | None = None,
+    ) -> SessionBatches:
+        """Iterate over this rank's batches of one pass over a data set, on its device; every sample goes to one rank.
 
-        `batch_size` is per rank, for `balanced` that of all ranks together. A DataLoader may be given in place of the
-        data set: its batch size, order, collation and workers are taken over.
+        `batch_size` is per rank, for `balanced` that of all ranks together. You can pass a DataLoader instead of the
+        data set: its settings are used, or refused if that is not possible. `drop_last=True` drops the last samples
+        that do not fill a batch. `order` is a function from the epoch to the indices of its samples, or a sampler; each
+        position of the sequence goes to one rank. An iterable data set without a length needs `length`, its samples in
+        an epoch; every rank reads it and skips what goes to others. `len()` of the result is the number of steps that
+        one device would take, equal on all ranks; you can ask for it before `prepare()`, to make a schedule.
         """
-        self._replica_needed("batches")
+        run = self._joined()
         source = as_source(
             dataset,
             batch_size=batch_size,
@@ -235,17 +394,58 @@ class Session:
             collate=collate,
             resident=resident,
             augment=augment,
+            drop_last=drop_last,
+            order=order,
+            length=length,
         )
-        return self._iterate(source)
+        return SessionBatches(
+            lambda place: self._iterate(source, place),
+            count=lambda: run.num_steps(source),
+            check=lambda: self._replica_needed("batches"),
+            settle=self._settle,
+            next_epoch=lambda: self._num_passes if self._epoch is None else self._epoch,
+        )
 
-    def _iterate(self, source: Source) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the loop, for a checkpoint of your own beside the model, optimizer and schedule.
+
+        With the place in the pass under way, as the model of this rank has learned from it: epochs, samples, ticks.
+        """
+        self._replica_needed("state_dict")
+        return self._joined().state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`, also on another number of ranks.
+
+        All ranks call this, between prepare() and the loop; the state of rank 0 counts.
+        """
+        self._replica_needed("load_state_dict")
+        run = self._joined()
+        if self._order.config.resume is not None or run.is_recorded or run.goal is not None:
+            raise ConfigError(
+                "load_state_dict() was called in a session that has begun, or resumes from a checkpoint of its own",
+                hint="call it after prepare(), before the loop over epochs() or batches(), and leave resume out",
+            )
+        run.load(state_dict)
+        self._num_passes = run.first_epoch
+
+    def _iterate(self, source: Source, place: PassPlace) -> Generator[Any]:
+        self._replica_needed("batches")
         run = self._joined()
         self._settle()
         if self._epoch is None:
             self._end_epoch()
-        run.begin_pass(source, self._num_passes if self._epoch is None else self._epoch)
-        self._num_passes += 1
+        if run.skips_pass():
+            self._num_passes += 1
+            return
+        if run.is_over(source):
+            return
+        self._talk.begin(run.learning_words)
+        epoch = self._num_passes if self._epoch is None else self._epoch
+        order_epoch = run.begin_pass(source, epoch, place.begin())
+        self._num_passes = order_epoch + 1 if self._epoch is None else self._num_passes + 1
         token = self._pass = object()
+        place.now = lambda: run.pass_state()
         while True:
             if self._pass is not token:
                 raise ConfigError(
@@ -256,20 +456,38 @@ class Session:
             if data is None:
                 break
             yield data
+            self._show_progress(run)
         self._pass = None
+        place.end(run.pass_state())
+        self._average_means()
+        self._talk.pause()
+        self._interruption.raise_due(self._joined())
+
+    def _average_means(self) -> None:
+        """All ranks have ended a pass."""
+        for mean in self._means:
+            mean.average()
+
+    def _show_progress(self, run: SessionRun) -> None:
+        bar = self._talk.bar
+        if bar is not None and bar.is_due() and not run.link.wants_stop:
+            bar.show(*run.how_far(self._epoch), loss=run.mean_loss())
 
     def _settle(self) -> None:
-        """Where the user left a loop by `break`, end the pass on all ranks before anything else."""
-        self._pass = None
+        """If the user left a loop by `break`, end the pass on all ranks before anything else."""
+        was_left, self._pass = self._pass is not None, None
+        self._talk.pause()
         self._joined().leave_pass()
+        if was_left:
+            self._average_means()
+        self._interruption.raise_due(self._joined())
 
     def _end_epoch(self) -> None:
         run = self._joined()
         epoch = len(run.history) if self._epoch is None else self._epoch
-        concluded = run.conclude_epoch(epoch)
-        if concluded is not None:
-            self.metrics = concluded
+        run.conclude_epoch(epoch)
         self._epoch = None
+        self._interruption.raise_due(self._joined())
 
     # Steps
 
@@ -281,7 +499,10 @@ class Session:
         self.optimizer_step(chosen)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a batch; may be called several times before a step, to accumulate gradients."""
+        """Run the backward pass of a batch; call it several times before a step to accumulate gradients.
+
+        In shared steps (`sync`, `balanced`, `auto` before it changes to local ones) gradients are averaged by then.
+        """
         run = self._inside("backward")
         assert run.replica is not None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -289,42 +510,63 @@ class Session:
                 f"the loss must be a scalar tensor with a gradient, got {_describe(loss)}",
                 hint="pass the mean loss of the batch, computed from the model's output",
             )
-        loss.backward()
-        run.replica.tally.add(loss, run.loop.samples, run.replica.steps)
-        if self.device.type == "cpu":
-            run.replica.check_loss()
+        run.loop.backward(loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, `backward` averages nothing: the first one after it does, or the step. For pieces of one batch."""
+        return self._inside("no_sync").loop.keeping_gradients()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Clip, step and zero_grad; gradients are averaged before where the policy shares them."""
-        self._inside("optimizer_step")
+        """Clip, step and zero_grad; gradients of shared steps are averaged first, if `backward` has not done so."""
+        run = self._inside("optimizer_step")
+        assert run.replica is not None
         chosen = self._chosen(optimizer, "optimizer_step")
-        chosen.step()
+        run.replica.step_alone(chosen)
         chosen.zero_grad(set_to_none=True)
 
     def log(self, name: str, value: torch.Tensor | float) -> None:
         """Log a scalar; its mean over all ranks' batches, weighted by samples, is in the epoch's metrics."""
         run = self._inside("log")
         assert run.replica is not None
-        run.replica.logbook.add(name, value, run.loop.samples)
+        run.replica.logged_scalars.add(name, value, run.loop.samples)
 
     # Evaluation
 
-    def evaluate(self, function: EvaluateAll, dataset: Any, *, batch_size: int = EVALUATION_BATCH_SIZE) -> float:
-        """The mean of `function(model, batch)` over a data set, by this rank alone; nobody else need call it."""
+    def evaluate(
+        self, function: EvaluateAll, dataset: Any, *, batch_size: int | None = None, length: int | None = None
+    ) -> float:
+        """The mean of `function(model, batch)` over a data set, computed by this rank alone."""
         self._replica_needed("evaluate")
-        source = as_source(dataset, batch_size=batch_size, shuffle=False)
+        source = self._evaluated(dataset, batch_size, length)
         return self._joined().evaluate(function, source)
 
     def evaluate_together(
-        self, function: EvaluateAll, dataset: Any, *, batch_size: int = EVALUATION_BATCH_SIZE
+        self, function: EvaluateAll, dataset: Any, *, batch_size: int | None = None, length: int | None = None
     ) -> float:
-        """The same, shared by all ranks: sooner done, but every rank must call it, outside of batches()."""
+        """The same, divided among all ranks; faster, but every rank must call it, outside of batches()."""
         self._replica_needed("evaluate_together")
         self._settle()
-        source = as_source(dataset, batch_size=batch_size, shuffle=False)
+        source = self._evaluated(dataset, batch_size, length)
         return self._joined().evaluate_together(function, source)
 
-    # What may be called when
+    def gather(self, value: Any) -> list[Any]:
+        """A number, text, list or dict of every rank, in the order of ranks; every rank must call it.
+
+        Call it outside of the loop over batches(), of which the ranks take different numbers.
+        """
+        self._settle()
+        return gather(self._joined().world, value)
+
+    def _evaluated(self, dataset: Any, batch_size: int | None, length: int | None) -> Source:
+        default = None if isinstance(dataset, DataLoader) else EVALUATION_BATCH_SIZE
+        return as_source(dataset, batch_size=batch_size or default, shuffle=False, length=length)
+
+    # Checks of the order of calls
+
+    def _member(self) -> _Membership:
+        if self._membership is None:
+            raise ConfigError("the session is not open", hint="use it inside `with outrider.Session() as s:`")
+        return self._membership
 
     def _joined(self) -> SessionRun:
         if self._run is None:
@@ -373,17 +615,12 @@ class Session:
 
 
 _ended_before: list[bool] = []
-"""One entry per session that has ended in this process: the folder that its starter made was for the first."""
+"""One entry per finished session of this process; the starter's run folder is only for the first session."""
 
 
 def open_session() -> Session | None:
-    """The session of this process, where one is open."""
+    """The open session of this process, if any."""
     return _open[0] if _open else None
-
-
-def _unused(path: Path) -> Path:
-    """A folder of this name, or a numbered one, that nobody else has taken; it is made, as only that is safe."""
-    return new_folder(path.parent, path.name)
 
 
 def _describe(value: object) -> str:

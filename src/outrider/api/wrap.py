@@ -1,6 +1,6 @@
-"""`wrap()`: averages by hand, for training that fits no policy: reinforcement learning, EMA models, odd GANs.
+"""`wrap()`: averages by hand, for training that fits no policy: reinforcement learning, EMA models, unusual GANs.
 
-Decides which world a model is wrapped in: that of the open session, or one of its own. When to average is the user's.
+Decides whether to use the ranks of the open session or to open one. The user decides when to average.
 """
 
 from __future__ import annotations
@@ -8,20 +8,19 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 
+from outrider.api.hand_averages import open_averages
 from outrider.api.options import SessionOptions
 from outrider.api.session import Session, open_session
 from outrider.average.arena import Arena
-from outrider.average.primitives import Primitives
 from outrider.errors import ConfigError
 
 
 def wrap(model: nn.Module, **options: Unpack[SessionOptions]) -> Wrapped:
-    """Give a model averages that are called by hand; it moves to this rank's device and to rank 0's parameters.
+    """Wrap a model for averages by hand; it moves to this rank's device and takes rank 0's parameters.
 
-    Inside a session the session's ranks take part; elsewhere a session is opened with `options` and closed with this.
+    Inside a session it uses the ranks of the session; otherwise it opens a session with `options` and closes it.
     """
     session = open_session()
     if session is not None and options:
@@ -42,38 +41,41 @@ def wrap(model: nn.Module, **options: Unpack[SessionOptions]) -> Wrapped:
 
 
 class Wrapped:
-    """A model and its averages; every rank calls the same ones in the same order."""
+    """A model and its averages; every rank must call the same averages in the same order."""
 
     def __init__(self, model: nn.Module, session: Session, *, owns_session: bool) -> None:
         self.session = session
         self.module = model.to(session.device)
         self._owns_session = owns_session
-        self._primitives = _primitives(Arena(self.module), session)
+        assert session.backend is not None
+        self._primitives = open_averages(
+            Arena(self.module, takes_all=True), world=session.world, backend=session.backend, what="what was wrapped"
+        )
         self.broadcast()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.module(*arguments, **named)
 
     def average_gradients(self, *, samples: int) -> None:
-        """Every rank's gradients become the mean, weighted by the samples that each took."""
+        """Replace the gradients of all ranks by their mean, weighted by samples."""
         _check(samples)
         if self._primitives is not None:
             self._primitives.average_gradients(samples)
 
     def average_parameters(self, *, samples: int) -> None:
-        """Every rank's parameters become the mean, weighted by the samples since the last time."""
+        """Replace the parameters of all ranks by their mean, weighted by the samples since the last average."""
         _check(samples)
         if self._primitives is not None:
             self._primitives.average_parameters(samples)
 
     def average_buffers(self, *, samples: int) -> None:
-        """The same for buffers; BatchNorm variances become those of the mixture, counters the largest."""
+        """The same for float buffers; BatchNorm variances become those of the mixture, counters the maximum."""
         _check(samples)
         if self._primitives is not None:
             self._primitives.average_buffers(samples)
 
     def broadcast(self, *, source: int = 0) -> None:
-        """Every rank gets the parameters and buffers of one."""
+        """Send the parameters and buffers of one rank to all."""
         if not 0 <= source < self.session.world_size:
             raise ConfigError(
                 f"source must be a rank, 0 to {self.session.world_size - 1}, got {source}", hint="0 is the main rank"
@@ -82,7 +84,7 @@ class Wrapped:
             self._primitives.broadcast(source)
 
     def close(self) -> None:
-        """End the session where this opened it."""
+        """End the session if this object opened it."""
         if self._owns_session:
             self.session.close()
 
@@ -94,17 +96,6 @@ class Wrapped:
     ) -> None:
         if self._owns_session:
             self.session.__exit__(kind, error, traceback)
-
-
-def _primitives(arena: Arena, session: Session) -> Primitives | None:
-    """None in a world of one, which has nobody to average with."""
-    if session.world_size == 1:
-        return None
-    world, backend = session.world, session.backend
-    assert backend is not None
-    device = session.device if backend.backend == "nccl" else torch.device("cpu")
-    collective = world.collective_for(backend.backend, what="what was wrapped")
-    return Primitives(arena, collective, rank=world.rank, world_size=world.size, device=device)
 
 
 def _check(samples: int) -> None:

@@ -1,22 +1,85 @@
-"""Decides the life of an average: snapshot now, sum now or in the background, take in when asked.
+"""Decides the phases of an average: take a snapshot, sum it now or in the background, apply the result on request.
 
-Does not know where the arithmetic happens: HostAverager and DeviceAverager do. Called, through them, by the driver.
+Background work runs on one thread per averager, started at its first job. HostAverager and DeviceAverager decide where
+the arithmetic happens; the averages of a rank call them.
 """
 
 from __future__ import annotations
 
 import abc
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
+
+import torch
 
 from outrider.average.checks import Checks, Unchecked, Verifier
-from outrider.average.collective import Collective, overdue
 from outrider.average.exchange import Exchange
-from outrider.average.facts import Settled
-from outrider.average.worker import Worker
+from outrider.average.rank_facts import Settled
+from outrider.average.transport.collective import Collective, overdue
+from outrider.errors import WaitError
+
+Result = TypeVar("Result")
+
+
+class BackgroundWorker(Generic[Result]):
+    """Runs jobs one after the other in its own thread; `close` ends the thread."""
+
+    def __init__(self, name: str, *, num_threads: int = 1) -> None:
+        """`num_threads` of its operations: more than one would take cores from steps that compute on the host."""
+        self._name = name
+        self._num_threads = num_threads
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Result], Future[Result]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        if self._thread is None:
+            self._thread = self._start()
+        future: Future[Result] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self, *, timeout_s: float) -> None:
+        """End the thread after its current job."""
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise WaitError(
+                f"waited {timeout_s:g} s for {self._name} to end its last job",
+                hint="abort the process group first where a rank is gone",
+            )
+        self._thread = None
+
+    def _start(self) -> threading.Thread:
+        is_set = threading.Event()
+        num_threads = torch.get_num_threads()
+        # A daemon, so that a job stuck in a collective cannot keep the process from ending.
+        thread = threading.Thread(target=self._loop, args=(is_set,), name=self._name, daemon=True)
+        thread.start()
+        is_set.wait()
+        # OpenMP keeps the number of threads per thread, but MKL applies the worker's to the whole process.
+        torch.set_num_threads(num_threads)
+        return thread
+
+    def _loop(self, is_set: threading.Event) -> None:
+        # The first call adopts the process-wide number, which would otherwise override the second call later.
+        torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        is_set.set()
+        while (task := self._jobs.get()) is not None:
+            job, future = task
+            try:
+                future.set_result(job())
+            except BaseException as error:  # raised in the thread that waits for the result
+                future.set_exception(error)
+
 
 _TURN_S = 0.05
 
@@ -24,7 +87,7 @@ _TURN_S = 0.05
 class Averager(abc.ABC):
     """A context manager whose thread ends with it.
 
-    Either `average`, which blocks; or `begin`, then `load` where no step was taken since, `correct` where steps were.
+    Call either `average`, which blocks; or `begin`, then `load` if no step was taken since, or `correct` otherwise.
     """
 
     def __init__(
@@ -34,7 +97,7 @@ class Averager(abc.ABC):
         self._collective = collective
         self._checks: Checks = verify or Unchecked()
         self._timeout_s = timeout_s
-        self._worker: Worker[Settled] = Worker(f"averager of rank {exchange.rank}")
+        self._worker: BackgroundWorker[Settled] = BackgroundWorker(f"averager of rank {exchange.rank}")
         self._pending: Future[Settled] | None = None
         self._num_begun = 0
 
@@ -47,51 +110,51 @@ class Averager(abc.ABC):
         self.close()
 
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
-        """Meet all ranks and go on from the mean."""
+        """Average with all ranks and continue from the mean; blocks."""
         self._open()
         settled = self._sum(samples, facts)
         self._take_mean()
         return settled
 
     def begin(self, samples: int, facts: Sequence[float]) -> None:
-        """Take the snapshot; everything else happens in the background."""
+        """Take the snapshot; the rest of the average runs in the background."""
         self._open()
         facts = tuple(facts)
         self._pending = self._worker.submit(lambda: self._sum_behind(samples, facts))
 
     def is_ready(self) -> bool:
-        """Whether load or correct would not wait."""
+        """Whether load or correct would return without waiting."""
         return self._pending is not None and self._pending.done()
 
     def load(self) -> Settled:
-        """Wait for the average and take its mean; only where no step was taken since begin."""
+        """Wait for the average and load its mean; only if no step was taken since begin."""
         settled = self._collect()
         self._take_mean()
         return settled
 
     def correct(self) -> Settled:
-        """Wait for the average and move by it; every step taken since begin stays in."""
+        """Wait for the average and apply its correction; steps taken since begin are kept."""
         settled = self._collect()
         self.exchange.add_correction()
         self._checks.is_corrected(self.exchange)
         return settled
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """End the thread; an average that was begun and never taken in is dropped."""
+        """End the thread; an average whose result was never applied is dropped."""
         self._worker.close(timeout_s=timeout_s)
         self._pending = None
 
     @abc.abstractmethod
     def _snapshot(self) -> None:
-        """Begin; afterwards the arena may be written again by whatever is ordered after this call."""
+        """Start the snapshot; operations ordered after this call may write to the arena again."""
 
     @abc.abstractmethod
     def _sum(self, samples: int, facts: Sequence[float]) -> Settled:
-        """From the snapshot to the new common point, here and now."""
+        """Compute the new common point from the snapshot, on the calling thread."""
 
     @abc.abstractmethod
     def _sum_behind(self, samples: int, facts: Sequence[float]) -> Settled:
-        """The same on the worker's thread, and the correction with it."""
+        """The same on the worker's thread, including the correction."""
 
     def _open(self) -> None:
         assert self._pending is None, "an average is in flight: load or correct it before the next"
@@ -101,14 +164,14 @@ class Averager(abc.ABC):
 
     def _collect(self) -> Settled:
         assert self._pending is not None, "no average was begun"
-        deadline_s = time.monotonic() + self._timeout_s
+        started_s = time.monotonic()
         while not wait([self._pending], timeout=min(_TURN_S, self._timeout_s)).done:
             self._collective.check_peers()
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > started_s + self._timeout_s:
                 raise overdue(self.exchange, number=self._num_begun, timeout_s=self._timeout_s)
         settled = self._pending.result()
         self._pending = None
-        return settled
+        return replace(settled, waited_ms=(time.monotonic() - started_s) * 1e3)
 
     def _take_mean(self) -> None:
         self.exchange.load()

@@ -1,6 +1,6 @@
 """Decides whether an average was exact, by checksums at each stage: snapshot, sum, load.
 
-Does not change anything that is averaged. Called by the averagers, at each stage, when a run is verified.
+Does not change any value. Called by the averagers at each stage of a run with `verify=True`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
 class Checks(Protocol):
-    """What an averager tells whoever checks it, in this order; `loaded` or `corrected` ends an average."""
+    """The calls of an averager to its check, in this order; `loaded` or `corrected` ends an average."""
 
     def begins(self, exchange: Exchange) -> None: ...
 
     def snapshot_is_read(self, exchange: Exchange) -> None: ...
 
-    def is_summed(self, exchange: Exchange) -> None: ...
+    def is_summed(self, exchange: Exchange, segments: Sequence[Tensor]) -> None:
+        """Called for each piece, in order."""
 
     def is_applied(self, exchange: Exchange) -> None: ...
 
@@ -36,12 +37,15 @@ class Checks(Protocol):
 
 
 class Unchecked:
-    """For runs that are not verified."""
+    """The check of runs without `verify=True`: does nothing."""
 
     def begins(self, exchange: Exchange) -> None:
         pass
 
-    snapshot_is_read = is_summed = is_applied = is_prepared = is_loaded = is_corrected = begins
+    def is_summed(self, exchange: Exchange, segments: Sequence[Tensor]) -> None:
+        pass
+
+    snapshot_is_read = is_applied = is_prepared = is_loaded = is_corrected = begins
 
 
 class Verifier:
@@ -60,13 +64,18 @@ class Verifier:
 
     def begins(self, exchange: Exchange) -> None:
         self.window += 1
+        self._sum = 0
         self._arena = _arena_checksum(exchange)
 
     def snapshot_is_read(self, exchange: Exchange) -> None:
-        self._snapshot = _wrap(sum(checksum(part.snapshot) for part in exchange.parts))
+        self._snapshot = _snapshot_checksum(exchange)
 
-    def is_summed(self, exchange: Exchange) -> None:
-        self._sum = _wrap(sum(checksum(part.summed) for part in exchange.parts))
+    def is_summed(self, exchange: Exchange, segments: Sequence[Tensor]) -> None:
+        start = 0
+        for segment in segments:
+            # Times an odd number, so that pieces cannot change places.
+            self._sum = _wrap(3 * self._sum + checksum(segment, start=start))
+            start += segment.numel()
 
     def is_applied(self, exchange: Exchange) -> None:
         self._ref = _ref_checksum(exchange)
@@ -78,16 +87,16 @@ class Verifier:
             self._compare(rank, "sum", rank_0_mean=rows[0][3], mean_here=ref)
 
     def is_prepared(self, exchange: Exchange) -> None:
-        self._correction = _wrap(sum(checksum(part.correction[: part.plan.num_body]) for part in exchange.parts))
+        self._correction = _snapshot_checksum(exchange)
 
     def is_loaded(self, exchange: Exchange) -> None:
-        # The mean was found identical on all ranks before, so equal to it is equal everywhere.
+        # The mean is already known to be identical on all ranks, so comparing with it is enough.
         self._compare(self.rank, "load", mean=_ref_checksum(exchange), arena=_arena_checksum(exchange))
 
     def is_corrected(self, exchange: Exchange) -> None:
         self._compare(self.rank, "load", mean_when_settled=self._ref, mean=_ref_checksum(exchange))
-        delivered = _wrap(sum(checksum(part.delivered[: part.plan.num_body]) for part in exchange.parts))
-        self._compare(self.rank, "load", correction_when_prepared=self._correction, correction=delivered)
+        correction = _snapshot_checksum(exchange)
+        self._compare(self.rank, "load", correction_when_prepared=self._correction, correction=correction)
 
     def _compare(self, rank: int, stage: str, **sums: int) -> None:
         if len(set(sums.values())) > 1:
@@ -100,7 +109,7 @@ class Verifier:
 
 
 def checksum(values: Tensor, *, start: int = 0) -> int:
-    """Exact in any order of summation: the bits of each element, times an odd number made of its position."""
+    """A checksum that is exact in any order of summation: the bits of each element times an odd number per index."""
     bits = values.detach().view(torch.int64 if values.element_size() == 8 else torch.int32)
     weights = torch.arange(start, start + values.numel(), dtype=torch.int64, device=values.device).mul_(2).add_(1)
     return int(weights.mul_(bits).sum())
@@ -116,8 +125,13 @@ def _arena_checksum(exchange: Exchange) -> int:
     )
 
 
+def _snapshot_checksum(exchange: Exchange) -> int:
+    """The checksum of the snapshots, whose place the correction takes."""
+    return _wrap(sum(checksum(part.snapshot) for part in exchange.parts))
+
+
 def _ref_checksum(exchange: Exchange) -> int:
-    """Of what the arena becomes: rounded to its dtypes."""
+    """The checksum of the values that the arena gets, rounded to its dtypes."""
     return _wrap(
         sum(
             checksum(section.of(part.ref).to(section.source.dtype).to(part.plan.dtype), start=section.start)

@@ -1,6 +1,6 @@
-"""Decides what becomes of integer and bool buffers in an average: every counter takes the largest value of all ranks.
+"""Decides how integer and bool buffers of a model take part in an average: as their maximum over all ranks.
 
-Does not touch float values. Called by Exchange.
+Does not communicate. Called by Exchange.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Counters:
             torch._foreach_copy_(self._views, self._arena.integers)
 
     def fetch(self) -> None:
-        self._snapshot.copy_(self._here, non_blocking=self._is_pinned)
+        if self._views:
+            self._snapshot.copy_(self._here, non_blocking=self._is_pinned)
 
     def pack(self) -> None:
-        self.maxima.copy_(self._snapshot)
+        if self._views:
+            self.maxima.copy_(self._snapshot)
 
     def load(self) -> None:
         if self._views:
@@ -40,7 +42,7 @@ class Counters:
             torch._foreach_copy_(self._arena.integers, self._views)
 
     def correct(self) -> None:
-        """What was counted since the snapshot stays counted."""
+        """Set counters to the maximum plus their own increase since the snapshot."""
         if self._views:
             missed = (self.maxima - self._snapshot).to(self._here.device)
             self.stage()

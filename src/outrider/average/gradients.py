@@ -1,7 +1,8 @@
-"""Decides what one rank contributes to a shared step, and turns the sum into every rank's gradients.
+"""Decides what one rank contributes to a shared step, and turns the sum into the gradients of every rank.
 
-Does not communicate or clip: between pack and settle somebody sums the wires, whole or bucket by bucket. Called by the
-rank driver's averages and the lab.
+Also decides which gradients are summed together: ranges of a wire, the last parameters first, in the order of backward.
+Does not communicate or clip: the caller sums the wires between pack and settle, whole or bucket by bucket. Called by
+the averages of a rank and by the lab.
 """
 
 from __future__ import annotations
@@ -13,15 +14,59 @@ import torch
 from torch import Tensor, nn
 
 from outrider.average.arena import Arena
-from outrider.average.buckets import Bucket, cut
 from outrider.average.exchange import same_device
-from outrider.average.facts import Settled, Tail
-from outrider.average.layout import ALIGNMENT_BYTES, Place, Planner
-from outrider.average.wire import wire_dtype
+from outrider.average.rank_facts import Settled, Tail
+from outrider.average.tensor_layout import ALIGNMENT_BYTES, LayoutPlanner, TensorPlace
+from outrider.average.wire_plan import wire_dtype
 from outrider.errors import ConfigError
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A range of a wire."""
+
+    wire: Tensor
+    """The summed tensor; the last bucket also has room for the facts."""
+    summed: Tensor
+    """The gradients in it."""
+    staged: Tensor
+    """The same on the parameters' device; the same memory unless the wires are on another device."""
+    members: tuple[int, ...]
+    """The indices of its parameters among the participating parameters."""
+
+    @property
+    def is_bridged(self) -> bool:
+        return self.staged.device != self.summed.device
+
+    def send(self) -> None:
+        if self.is_bridged:
+            self.summed.copy_(self.staged, non_blocking=self.staged.is_cuda)
+
+
+def cut(places: Sequence[TensorPlace], members: Sequence[int], *, max_bytes: int) -> list[tuple[int, tuple[int, ...]]]:
+    """The start and the members of each bucket of one flat tensor, from the end of the tensor to its start.
+
+    A bucket is closed when it holds `max_bytes`; the last bucket holds the rest, with the first parameters.
+    """
+    buckets: list[tuple[int, tuple[int, ...]]] = []
+    waiting: list[int] = []
+    num_bytes = 0
+    for member in reversed(members):
+        place = places[member]
+        waiting.append(member)
+        num_bytes += place.numel * place.dtype.itemsize
+        if num_bytes >= max_bytes and place.offset > 0:
+            buckets.append((place.offset, tuple(waiting)))
+            waiting, num_bytes = [], 0
+    return [*buckets, (0, tuple(waiting))]
+
+
 BUCKET_BYTES = 16 * 2**20
-"""Much smaller, and each pays a round trip; much larger, and the first one is complete only when backward is done."""
+"""Much smaller buckets pay for more round trips; much larger ones are complete only at the end of backward."""
+
+# Numbers of each row in front of the caller's facts: samples, and whether the gradients are not finite.
+NUM_OWN = 2
+IS_BAD = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +88,10 @@ class _Body:
 
 
 class GradientExchange:
-    """Gradients of one step in flat wires: samples * gradient goes out, the mean by samples comes back.
+    """Gradients of one step in flat wires: sends samples * gradient, receives the mean weighted by samples.
 
-    Parameters frozen when this is made take no part. A parameter without a gradient on some rank counts as zero there;
-    without one on any rank its gradient stays None, so that optimizers skip it.
+    Frozen parameters take no part; one that is thawed gets no gradient until the ranks agree on a new layout. A missing
+    gradient on some ranks counts as zero there. If it is missing on all ranks it stays None: optimizers then skip it.
     """
 
     def __init__(
@@ -63,23 +108,32 @@ class GradientExchange:
         self.world_size = world_size
         self.num_facts = num_facts
         self.device = same_device(device, arena.device)
-        self.parameters: list[nn.Parameter] = [one for one in arena.parameters if one.requires_grad]
-        """Those that take part."""
+        takes_all = arena.layout.takes_all
+        self.parameters: list[nn.Parameter] = [one for one in arena.parameters if one.requires_grad or not takes_all]
+        """The participating parameters."""
         self.wires: list[Tensor] = []
         self.buckets: list[Bucket] = []
-        """Together the wires, in the order in which they are summed; the last carries the facts."""
+        """The wires in the order in which they are summed; the last one carries the facts."""
         self.has_all = False
         """Whether every parameter had a gradient when this step was packed."""
         self._arena_device = arena.device
-        self._frozen = [parameter for parameter in arena.parameters if not parameter.requires_grad]
-        self._tail = Tail(rank=rank, world_size=world_size, num_values=1 + num_facts)
+        self._frozen = arena.frozen
+        self._unexpected = [one for one in arena.parameters if takes_all and not one.requires_grad]
+        self._tail = Tail(rank=rank, world_size=world_size, num_values=NUM_OWN + num_facts)
+        self._probe = torch.zeros((), dtype=torch.float32, device=arena.device)
+        """Finite if the gradients of this step that were packed so far are finite."""
         self._num_packed = 0
         self._allocate(bucket_bytes)
 
     @property
     def maxima(self) -> list[Tensor]:
-        """Nothing here takes a maximum."""
+        """Empty: gradients have no counters."""
         return []
+
+    @property
+    def num_bytes(self) -> int:
+        """What one average sends: gradients and facts."""
+        return sum(wire.nbytes for wire in self.wires)
 
     @property
     def is_bridged(self) -> bool:
@@ -88,7 +142,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def pack_next(self, samples: int) -> Tensor:
-        """Copy the gradients of the next bucket, times samples, before the step's `pack`; returns what is to be summed.
+        """Copy the gradients of the next bucket, times samples, before the step's `pack`; returns the tensor to sum.
 
         Not for the last bucket, which waits for the facts.
         """
@@ -100,28 +154,33 @@ class GradientExchange:
 
     @torch.no_grad()
     def pack(self, samples: int, facts: Sequence[float]) -> list[Tensor]:
-        """Copy what is not packed yet, with the facts and which parameters had a gradient; returns what to sum."""
+        """Copy the remaining gradients, the facts, and which parameters had a gradient; returns the tensors to sum."""
         assert len(facts) == self.num_facts, f"{len(facts)} facts, {self.num_facts} expected"
         self._refuse_thawed()
+        for parameter in self._frozen:
+            parameter.grad = None
         left = self.buckets[self._num_packed :]
         self._num_packed = 0
         for bucket in left:
             self._fill(bucket, samples)
         self._tell_presence(samples)
-        self._tail.encode([samples, *facts], self._tail.own_row(self._own_tail))
+        self._tail.encode([samples, 0.0, *facts], self._tail.own_row(self._own_tail))
         self._slots.copy_(self._own_slots, non_blocking=True)
+        # Written on the device of the sum, so that the host need not wait for a GPU.
+        self._tail.own_row(self._slots[: self._tail.num_slots])[IS_BAD, 0].copy_(~torch.isfinite(self._probe))
+        self._probe.zero_()
         if self.is_bridged and self._arena_device.type == "cuda":
             torch.cuda.current_stream(self._arena_device).synchronize()
         return [bucket.wire for bucket in left]
 
     def settle(self) -> Settled:
-        """Divide by all samples and hand out the gradients; all ranks get the same."""
+        """Divide by all samples and assign the gradients, equal on all ranks."""
         self.hand_out()
         return self.facts()
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        """Give the parameters the mean gradients; waits for the device only where this rank lacked one."""
+        """Assign the mean gradients to the parameters; waits for the device only if this rank lacked one."""
         share = self._tail.total_samples(self._slots[: self._tail.num_slots]).clamp(min=1.0).reciprocal()
         for body in self._bodies:
             body.summed.mul_(share)
@@ -135,15 +194,21 @@ class GradientExchange:
             parameter.grad = view if count else None
 
     def facts(self) -> Settled:
-        """What the ranks told each other; waits for the device."""
+        """The facts of all ranks; waits for the device."""
         rows = self._tail.decode(self._slots[: self._tail.num_slots].cpu())
         total_samples = round(sum(row[0] for row in rows))
-        return Settled(facts=tuple(tuple(row[1:]) for row in rows), total_samples=total_samples)
+        return Settled(
+            facts=tuple(tuple(row[NUM_OWN:]) for row in rows),
+            total_samples=total_samples,
+            not_finite=tuple(rank for rank, row in enumerate(rows) if row[IS_BAD]),
+        )
 
     def _fill(self, bucket: Bucket, samples: int) -> None:
         if samples:
             self._copy_gradients(bucket.members)
             bucket.staged.mul_(samples)
+            # Any NaN or infinity makes the sum not finite.
+            self._probe.add_(bucket.staged.sum())
         else:
             bucket.staged.zero_()
         bucket.send()
@@ -153,7 +218,7 @@ class GradientExchange:
         present = [gradient for gradient in gradients if gradient is not None]
         views = [self._views[member] for member in members]
         if len(present) < len(gradients):
-            # Not the whole bucket: gradients that a user accumulates are views of it since the last average.
+            # Not the whole bucket: gradients that a user accumulates have been views of it since the last average.
             torch._foreach_zero_([view for view, own in zip(views, gradients, strict=True) if own is None])
             views = [view for view, own in zip(views, gradients, strict=True) if own is not None]
         if present:
@@ -170,17 +235,17 @@ class GradientExchange:
             self._own_presence.zero_()
 
     def _refuse_thawed(self) -> None:
-        for parameter in self._frozen:
+        for parameter in self._unexpected:
             if parameter.grad is not None:
                 raise ConfigError(
                     f"a frozen parameter of shape {tuple(parameter.shape)} got a gradient after training began",
                     hint="set requires_grad before training starts",
                 )
 
-    # Memory: the facts come first, since the first parameters are the last to get their gradients.
+    # In memory the facts come first, because the first parameters are the last to get their gradients.
 
     def _allocate(self, bucket_bytes: int) -> None:
-        planner = Planner()
+        planner = LayoutPlanner()
         places = [planner.place(parameter) for parameter in self.parameters]
         planner.align()
         num_slots = self._tail.num_slots + len(self.parameters)
@@ -213,8 +278,8 @@ class GradientExchange:
         return body
 
 
-def _buckets(wire: Tensor, body: _Body, places: Sequence[Place], max_bytes: int) -> list[Bucket]:
-    """From the end of a wire to its start; one bucket where gradients of several dtypes share it."""
+def _buckets(wire: Tensor, body: _Body, places: Sequence[TensorPlace], max_bytes: int) -> list[Bucket]:
+    """The buckets from the end of a wire to its start; one bucket if gradients of several dtypes share it."""
     members = tuple(number for number, place in enumerate(places) if place.dtype in body.sections)
     pieces = cut(places, members, max_bytes=max_bytes) if len(body.sections) == 1 else [(0, members)]
     buckets, stop = [], body.summed.numel()
@@ -232,7 +297,7 @@ def _buckets(wire: Tensor, body: _Body, places: Sequence[Place], max_bytes: int)
     return buckets
 
 
-def _lay_out(places: Sequence[Place], flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
+def _lay_out(places: Sequence[TensorPlace], flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
     return [place.view(flats[place.dtype]) for place in places]
 
 

@@ -1,18 +1,18 @@
 """Decides which optimizer state is averaged, and moves it into one flat tensor per dtype.
 
-Does not average; step counts and other scalars stay local. Called by drivers that average optimizer state,
-after the first step, when the state exists.
+Does not average; step counts and other scalars stay local. Called by the averages of a rank and by the lab, after the
+first step, when the state exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.average.layout import Planner, real_dtype
+from outrider.average.tensor_layout import LayoutPlanner, real_dtype
 from outrider.errors import ConfigError
 
 # Averages of squares and maxima of magnitudes, by torch's own names.
@@ -24,7 +24,7 @@ class _Slot:
     parameter: Tensor
     key: str
     like: Tensor
-    """The state itself, or the parameter where it has none."""
+    """The state itself, or the parameter if there is no state."""
 
     @property
     def is_signed(self) -> bool:
@@ -34,19 +34,22 @@ class _Slot:
 class OptimizerArena:
     """Float state of the shape of its parameter (moments, momentum) in one flat tensor per dtype.
 
-    In each flat tensor, state that is never negative comes first. A parameter without state, as one whose gradient
-    this rank never saw, keeps an empty place, so that all ranks have the same layout.
+    In each flat tensor, non-negative state comes first. A parameter without state, for example one without a gradient
+    on this rank, keeps an empty place, so that all ranks have the same layout.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        slots = sorted(_slots(optimizer), key=lambda slot: slot.is_signed)
+    def __init__(self, optimizer: torch.optim.Optimizer, *, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Only the state of these `parameters`, where they are given: frozen ones take no room."""
+        known = None if parameters is None else {id(parameter) for parameter in parameters}
+        found = (slot for slot in _slots(optimizer) if known is None or id(slot.parameter) in known)
+        slots = sorted(found, key=lambda slot: slot.is_signed)
         if not slots:
             raise ConfigError(
                 f"{type(optimizer).__name__} holds no state to average",
                 hint="leave average_optimizer out, or use an optimizer with momentum and average after its first step",
             )
         self._optimizer = optimizer
-        planner = Planner()
+        planner = LayoutPlanner()
         places = [planner.place(slot.like) for slot in slots if not slot.is_signed]
         self.num_nonnegative = {dtype: planner.ends.get(dtype, 0) for dtype in _dtypes(slots)}
         places += [planner.place(slot.like) for slot in slots if slot.is_signed]
@@ -56,12 +59,19 @@ class OptimizerArena:
         self.reclaim()
 
     def reclaim(self) -> None:
-        """Move in what lives elsewhere: at first everything, later what `load_state_dict` replaced."""
+        """Move state into the flat tensors: at first all of it, later the state that `load_state_dict` replaced."""
         for slot, view in self._views:
             tensor = self._optimizer.state.get(slot.parameter, {}).get(slot.key)
             if tensor is not None and tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
                 tensor.data = view
+
+    def dissolve(self) -> None:
+        """Give the state its own memory again; this cannot be used afterwards."""
+        for slot, view in self._views:
+            tensor = self._optimizer.state.get(slot.parameter, {}).get(slot.key)
+            if tensor is not None and tensor.data_ptr() == view.data_ptr():
+                tensor.data = view.clone()
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:

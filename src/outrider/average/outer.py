@@ -1,6 +1,6 @@
 """Decides how far the common point moves along the averaged displacement: the outer optimizer.
 
-Does not know ranks, wires or buffers beside the three it is given. Called by Exchange, on parameters only.
+Knows only the three tensors that it gets. Called by Exchange, on parameters only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from outrider.errors import ConfigError, nearest
 
 KINDS = ("none", "nesterov", "slowmo")
 FOLLOWING = ("auto", "bold")
-"""Momenta that follow the ranks' shares of the samples."""
+"""Momenta that depend on the ranks' shares of the samples."""
 BOLDEST = 0.75
-"""Of several ranks more was too much in the lab, where there are few averages (docs/log.md)."""
+"""Upper bound of "bold"; more was too much in lab runs with few averages (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,12 @@ class Outer:
     beta, lr is alpha and v = -gamma * u: the local learning rate gamma is inside d already, which equals the paper
     where gamma is constant and keeps momentum in units of what was really travelled where it is not.
 
-    An average of ranks that drew n_r samples each moves only as far as the mean rank did, though all samples were
-    paid for. With momentum m it moves 1 / (1 - m) times as far in the long run. "auto" is m = 1 - sum of w_r squared,
-    w_r the rank's share of the samples: then the world travels as far per sample as one rank alone would. It is 0 for
-    one rank, 0.5 for two equal ones, 0.41 at speeds 1 and 0.4, 0.875 for eight. "bold" goes on further
-    where there are few ranks: m = 1 - (sum of w_r squared) squared up to 0.75, and never less than "auto". It is 0.75
-    for two equal ranks, 0.65 at speeds 1 and 0.4, 0.875 for eight.
+    An average of ranks moves only as far as the mean rank, although the samples of all ranks were used. With momentum
+    m it moves 1 / (1 - m) times as far in the long run. "auto" is m = 1 - Σ w_r², where w_r is the rank's share of the
+    samples: the average then moves as far per sample as one rank alone. It is 0 for one rank, 0.5 for two equal ranks,
+    0.41 at speeds 1 and 0.4, and 0.875 for eight equal ranks. "bold" uses more momentum with few ranks:
+    m = 1 - (Σ w_r²)² up to 0.75, and never less than "auto". It is 0.75 for two equal ranks, 0.65 at speeds 1 and 0.4,
+    and 0.875 for eight.
     """
 
     kind: str = "none"
@@ -63,10 +63,10 @@ class Outer:
         return self.kind != "none"
 
     def look_ahead(self, concentration: float | Tensor) -> float | Tensor:
-        """How much of the velocity the common point is ahead of where the ranks' displacement has brought it.
+        """The fraction of the velocity by which the common point is ahead of the average of the ranks.
 
-        Nesterov's step goes on before anybody trained there. That is where training goes on, but no place to evaluate:
-        the mean of replicas is better than each of them, and what lies ahead of it is not (docs/log.md).
+        Nesterov's step moves the point ahead of the average. Training continues from there, but evaluation should not
+        use it: the mean of the replicas is better than each replica, and the point ahead is not (docs/log.md).
         """
         return self.lr * self._momentum(concentration) if self.kind == "nesterov" else 0.0
 
@@ -86,12 +86,12 @@ class Outer:
         is_moving: float | Tensor = 1.0,
         concentration: float | Tensor = 1.0,
     ) -> None:
-        """Move `ref_params` and `velocity` in place; `mean_delta` is used up.
+        """Move `ref_params` and `velocity` in place; `mean_delta` is overwritten.
 
-        `is_moving` is 0 where no rank had samples: then nothing changes. `concentration` is the sum of the ranks'
-        squared shares of the samples. Tensors keep the device from waiting.
+        `is_moving` is 0 if no rank had samples; then nothing changes. `concentration` is the sum of the ranks' squared
+        shares of the samples. They are tensors, so that the host need not wait for the device.
         """
-        # Multiply and add stay apart: fused they would round differently on ranks with other processors or threads.
+        # Multiply and add are separate: fused, they would round differently on other processors or thread counts.
         if velocity is None:
             ref_params.add_(mean_delta)
             return

@@ -1,7 +1,7 @@
-"""Sums gradients while the backward pass is still at work on others, bucket by bucket.
+"""Overlaps the sum of gradients with the backward pass, bucket by bucket.
 
-Decides when a bucket is complete: learned in one pass, checked in every later one. What is not summed by the end of a
-pass is left to whoever packs the rest, so ranks may differ in what they overlap. Called by the averages of a rank.
+Decides when a bucket is complete: learned in one pass, checked in every later one. Buckets that are not started by the
+end of a pass are summed with the rest, so ranks may differ in what they overlap. Called by the averages of a rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from outrider.average.collective import Started
 from outrider.average.gradients import GradientExchange
+from outrider.average.transport.collective import Started
 from outrider.errors import StepError
 
 
@@ -28,23 +28,23 @@ class StartsSums(Protocol):
 class Overlap:
     """Starts the sum of a bucket from a hook of the parameter whose gradient completes it.
 
-    Buckets begin in one order on all ranks: one that is late holds up those after it, at worst until the pass is over.
+    All ranks start buckets in the same order: a late bucket delays the following ones, at worst until backward ends.
     """
 
     def __init__(self, exchange: GradientExchange, collective: StartsSums) -> None:
         self.exchange = exchange
         self._collective = collective
         self._last_members: list[int] | None = None
-        """Of each bucket but the last, whose gradient comes last; None until that was seen."""
+        """For each bucket but the last, the parameter whose gradient comes last; None until one pass was observed."""
         self._is_possible = len(exchange.buckets) > 1 and not exchange.is_bridged
         self._started: list[Started] = []
         self._complete: set[int] = set()
         self._packed: list[tuple[int, Tensor, int]] = []
-        """Members whose gradients are on their way, with the gradient and its version when it was copied."""
+        """Parameters whose gradients are being summed, with the gradient and its version when it was copied."""
 
     @contextlib.contextmanager
     def backward(self, samples: int) -> Iterator[None]:
-        """Around one backward pass into parameters without gradients."""
+        """Context of one backward pass into parameters without gradients."""
         if not self._is_possible:
             yield
         elif self._last_members is None:
@@ -55,10 +55,16 @@ class Overlap:
         else:
             numbers = {member: number for number, member in enumerate(self._last_members)}
             with self._hooks(self._last_members, lambda member: self._completed(numbers[member], samples)):
-                yield
+                try:
+                    yield
+                except BaseException:
+                    # A pass that ran out of memory comes again. The sums that it began have whole gradients, which
+                    # stay what they are; the others are summed when the second pass is done.
+                    self._packed = []
+                    raise
 
     def take_started(self) -> list[Started]:
-        """The sums that were begun in this step; raises where a gradient has changed since its sum began."""
+        """The sums started in this step; raises if a gradient has changed since its sum was started."""
         for member, gradient, version in self._packed:
             current = self.exchange.parameters[member].grad
             if current is not gradient or current._version != version:
@@ -84,7 +90,7 @@ class Overlap:
                 handle.remove()
 
     def _learn(self, order: Sequence[int]) -> None:
-        """From the order in which gradients came; none or several for one parameter, and nothing is overlapped."""
+        """Learn from the order of gradients; if a parameter got no gradient or several, nothing is overlapped."""
         counts = Counter(order)
         if any(counts[member] != 1 for member in range(len(self.exchange.parameters))):
             self._is_possible = False
@@ -99,7 +105,7 @@ class Overlap:
             self._started.append(self._collective.start_sum_(self.exchange.pack_next(samples)))
 
     def _is_filled(self, number: int) -> bool:
-        """Another way through the model may complete a bucket in another order than the first did."""
+        """Whether the bucket is complete: another path through the model may produce another order."""
         return all(self.exchange.parameters[one].grad is not None for one in self.exchange.buckets[number].members)
 
     def _keep_versions(self, number: int) -> None:

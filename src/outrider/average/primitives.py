@@ -1,6 +1,6 @@
-"""Averages by hand for the odd cases: gradients, parameters, buffers, and a broadcast, each when the user says so.
+"""Averages by hand: gradients, parameters, buffers, and a broadcast, each when the user calls it.
 
-Decides how ranks' samples weigh; knows no policy and keeps no state between calls. Called by `wrap()`.
+Decides the weights of the ranks; knows no policy and keeps no state between calls. Called by `wrap()`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from outrider.average.arena import Arena
-from outrider.average.collective import Collective
+from outrider.average.broadcast import broadcast_arena
 from outrider.average.gradients import GradientExchange
-from outrider.average.relay import broadcast_arena
+from outrider.average.transport.collective import Collective
 
 
 class Primitives:
-    """The averages of one model; every rank calls the same ones in the same order."""
+    """The averages of one model; every rank must call the same averages in the same order."""
 
     def __init__(
         self, arena: Arena, collective: Collective, *, rank: int, world_size: int, device: torch.device
     ) -> None:
-        """`device` is where sums happen: the host, or the arena's device with NCCL."""
+        """`device` is the device of sums: the host, or the arena's device with NCCL."""
         self._arena = arena
         self._collective = collective
         self._device = device
         self._gradients = GradientExchange(arena, rank=rank, world_size=world_size, num_facts=0, device=device)
 
     def average_gradients(self, samples: int) -> int:
-        """Every rank gets the mean gradient, weighted by samples; the samples of all ranks."""
+        """Average gradients, weighted by samples; returns the samples of all ranks."""
         self._gradients.pack(samples, [])
         self._collective.sum_(self._gradients.wires)
         return self._gradients.settle().total_samples
@@ -43,7 +43,7 @@ class Primitives:
 
     @torch.no_grad()
     def average_buffers(self, samples: int) -> None:
-        """Float buffers; BatchNorm variances become those of the mixture, integer counters the largest."""
+        """Average float buffers; BatchNorm variances become those of the mixture, integer counters the maximum."""
         arena = self._arena
         arena.reclaim()
         for pair in arena.norm_blocks:
@@ -57,13 +57,13 @@ class Primitives:
         self._take_largest(arena.integers)
 
     def broadcast(self, source: int) -> None:
-        """Every rank gets the parameters and buffers of one."""
+        """Send the parameters and buffers of one rank to all."""
         broadcast_arena(self._arena, self._collective, device=self._device, source=source)
 
     def _average(self, tensors: Sequence[Tensor], samples: int) -> None:
         total = torch.tensor([float(samples)], dtype=torch.float64, device=self._device)
         self._collective.sum_([total])
-        # Nobody has samples: an even mean is what remains of the wish.
+        # No rank has samples: use equal weights.
         if not total.item():
             self._average(tensors, 1)
             return

@@ -1,321 +1,330 @@
-"""Decides the layout and the arithmetic of one summed buffer: displacements, mean, new common point, correction.
+"""Decides the arithmetic of one wire, piece by piece: displacements, mean, new common point, correction.
 
-Does not know facts, ranks or streams: every operation runs on the current stream. Called by Exchange.
+Does not know facts, ranks or streams; every operation runs on the current stream, on the arena's own device. A piece is
+small enough to stay in a processor's cache between the operations on it. Called by Exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.average.arena import Arena, NormPair
-from outrider.average.optimizer_state import OptimizerArena
 from outrider.average.outer import Outer
+from outrider.average.wire_plan import WirePlan, WireSection, WireSpan
 
-# A sum is folded down to this many numbers on the device and finished exactly on the host.
-NUM_PARTS = 256
+BLOCK_NUMEL = 2**16
+"""Elements of a block on the host: what is computed with it stays in a core's own cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """A piece of an arena and where it lies in the body of the wire."""
+class MeanStep:
+    """How the sum of all ranks moves the common point; tensors where the host need not wait for the device."""
+
+    reciprocal: float | Tensor
+    """Of all samples: a division costs three times as much as a multiplication."""
+    is_moving: float | Tensor
+    concentration: float | Tensor
+    outer: Outer
+    is_alone: bool = False
+    """With one rank the snapshot is the mean, to the last bit."""
+
+    def move(self, ref: Tensor, mean: Tensor, velocity: Tensor | None = None) -> None:
+        """Move the common point by the mean displacement, which is overwritten."""
+        if velocity is None:
+            ref.add_(mean)
+        else:
+            self.outer.step(ref, mean, velocity, is_moving=self.is_moving, concentration=self.concentration)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WirePart:
+    """A part of an arena in a piece: parameters, or something else."""
 
     source: Tensor
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.source.numel()
-
-    def of(self, body: Tensor) -> Tensor:
-        return body[self.start : self.stop]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WirePlan:
-    """What travels in one buffer: parameters first, then float buffers, then optimizer state."""
-
-    dtype: torch.dtype
-    sections: tuple[Section, ...]
-    num_parameters: int
-    num_arena: int
-    norms: tuple[NormPair, ...]
-    """Running means and variances, as slices of the body."""
-    nonnegative: tuple[Section, ...]
-    """Variances and second moments: never to be corrected below zero."""
-
-    @property
-    def num_body(self) -> int:
-        return self.sections[-1].stop
-
-    @property
-    def num_norms(self) -> int:
-        return sum(norm.mean.stop - norm.mean.start for norm in self.norms)
-
-    @property
-    def num_floors(self) -> int:
-        return sum(section.source.numel() for section in self.nonnegative)
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def plan_wires(arena: Arena, optimizer: OptimizerArena | None) -> list[WirePlan]:
-    """At most two: float64 first, which has room for exact facts, then everything else in float32."""
-    dtypes = {wire_dtype(dtype) for dtype in [*arena.flats, *(optimizer.flats if optimizer else ())]}
-    return [_plan_wire(arena, optimizer, dtype) for dtype in sorted(dtypes, key=lambda d: -d.itemsize)]
-
-
-def _plan_wire(arena: Arena, optimizer: OptimizerArena | None, dtype: torch.dtype) -> WirePlan:
-    flats = {own: flat for own, flat in arena.flats.items() if wire_dtype(own) == dtype}
-    heads = [flat[: arena.parameter_numel[own]] for own, flat in flats.items()]
-    rests = [flat[arena.parameter_numel[own] :] for own, flat in flats.items()]
-    states = [flat for own, flat in optimizer.flats.items() if wire_dtype(own) == dtype] if optimizer else []
-    sections = tuple(_line_up([*heads, *rests, *states]))
-    num_parameters = sum(head.numel() for head in heads)
-    buffers = dict(zip(flats, sections[len(heads) : 2 * len(heads)], strict=True))
-    blocks = [block for block in arena.norm_blocks if block.dtype in flats]
-    norms = [_shift(block, by=buffers[block.dtype].start - arena.parameter_numel[block.dtype]) for block in blocks]
-    variances = [
-        Section(source=flats[block.dtype][block.variance], start=norm.variance.start)
-        for block, norm in zip(blocks, norms, strict=True)
-    ]
-    moments = _moments(optimizer, sections[2 * len(heads) :]) if optimizer else []
-    return WirePlan(
-        dtype=dtype,
-        sections=tuple(_coalesce(sections)),
-        num_parameters=num_parameters,
-        num_arena=num_parameters + sum(rest.numel() for rest in rests),
-        norms=tuple(norms),
-        nonnegative=tuple(section for section in [*variances, *moments] if section.source.numel()),
-    )
-
-
-def _line_up(sources: list[Tensor]) -> Iterator[Section]:
-    start = 0
-    for source in sources:
-        yield Section(source=source, start=start)
-        start += source.numel()
-
-
-def _moments(optimizer: OptimizerArena, states: tuple[Section, ...]) -> list[Section]:
-    """The part of each state that is never negative, which comes first in it."""
-    return [
-        Section(source=state.source[: optimizer.num_nonnegative[state.source.dtype]], start=state.start)
-        for state in states
-    ]
-
-
-def _shift(block: NormPair, *, by: int) -> NormPair:
-    """From a place in the flat tensor to the place in the body."""
-    return NormPair(
-        dtype=block.dtype,
-        mean=slice(block.mean.start + by, block.mean.stop + by),
-        variance=slice(block.variance.start + by, block.variance.stop + by),
-    )
-
-
-def _coalesce(sections: tuple[Section, ...]) -> Iterator[Section]:
-    """Join neighbours of the same memory, so that a model of one dtype is copied in one go."""
-    last = sections[0]
-    for section in sections[1:]:
-        if last.source.numel() == 0:
-            last = section
-        elif _touches(last.source, section.source):
-            joined = last.source.as_strided((last.source.numel() + section.source.numel(),), (1,))
-            last = Section(source=joined, start=last.start)
-        else:
-            yield last
-            last = section
-    yield last
-
-
-def _touches(left: Tensor, right: Tensor) -> bool:
-    return right.numel() == 0 or (
-        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and left.storage_offset() + left.numel() == right.storage_offset()
-    )
+    place: slice
+    """In the piece."""
+    is_parameter: bool
 
 
 class Wire:
-    """The buffers of one wire; allocated once, used by every average."""
+    """The buffers of one wire; allocated once, used by every average.
 
-    def __init__(self, plan: WirePlan, *, arena_device: torch.device, device: torch.device, num_slots: int) -> None:
+    Per element of the arena: the common point, and a snapshot where averages run in the background. The correction
+    takes the snapshot's place.
+    """
+
+    def __init__(self, plan: WirePlan, *, arena_device: torch.device, spans: Sequence[WireSpan]) -> None:
         self.plan = plan
-        num_sum = plan.num_body + plan.num_norms
-        self.is_bridged = arena_device != device
-        self._is_pinned = self.is_bridged and arena_device.type == "cuda"
-
-        def buffer(numel: int) -> Tensor:
-            return torch.zeros(numel, dtype=plan.dtype, device=device, pin_memory=self._is_pinned)
-
-        self.summed = buffer(num_sum + num_slots)
-        self.slots = self.summed[num_sum:]
-        self.snapshot = buffer(plan.num_body)
-        self.ref = buffer(plan.num_body)
-        self.correction = buffer(plan.num_body + plan.num_floors)
+        # Other devices than CUDA have no streams of ours, and not all of them know every dtype: the host computes.
+        self.device = arena_device if arena_device.type in ("cpu", "cuda") else torch.device("cpu")
+        self.ref = torch.zeros(plan.num_body, dtype=plan.dtype, device=self.device)
         self.velocity: Tensor | None = None
+        self.squares = torch.zeros(3, dtype=torch.float64, device=self.device)
+        """‖d‖² and ‖u‖² of this rank's parameters, and ‖mean‖² of their displacement, in the average under way."""
+        self.errors: Tensor | None = None
+        """What rounding has left out of this rank's displacements; None without error feedback."""
+        self._snapshot: Tensor | None = None
         self._has_infinities = False
-        self._body = self.summed[: plan.num_body]
-        self._packed = self.summed[:num_sum]
-        self._folds = list(_folds(self.correction[: plan.num_parameters]))
-        # On the arena's own device: what goes out and what comes in passes here, so that no compute waits for the host.
-        self._bridge = torch.zeros_like(self.correction, device=arena_device) if self.is_bridged else None
+        num_scratch = max(span.numel + span.num_extra for span in spans)
+        self._mean = torch.zeros(num_scratch, dtype=plan.dtype, device=self.device)
+        self._parts = {span.start: list(_parts(plan, span)) for span in spans}
+        self._is_plain = {
+            span.start: not span.norms and all(span.overlap(section) is None for section in plan.nonnegative)
+            for span in spans
+        }
+
+    @property
+    def snapshot(self) -> Tensor:
+        """Allocated at its first use: blocking averages need none."""
+        if self._snapshot is None:
+            self._snapshot = torch.zeros_like(self.ref)
+        return self._snapshot
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory on the wire's device, besides the arenas."""
+        kept = [self.ref, self.velocity, self.errors, self._snapshot, self._mean, self.squares]
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     @property
     def parameters(self) -> slice:
         return slice(0, self.plan.num_parameters)
 
-    @property
-    def delivered(self) -> Tensor:
-        """The correction where the arena is."""
-        return self.correction if self._bridge is None else self._bridge
+    def keep_errors(self) -> None:
+        """Keep what rounding leaves out, for the next average."""
+        self.errors = torch.zeros(self.plan.num_parameters, dtype=self.plan.dtype, device=self.device)
 
-    def stage(self) -> None:
-        """Copy the arenas, on their own device: to the snapshot itself, or to the bridge."""
-        target = self.snapshot if self._bridge is None else self._bridge
-        for section in self.plan.sections:
-            section.of(target).copy_(section.source)
+    def error(self, span: WireSpan) -> Tensor:
+        assert self.errors is not None, "this wire keeps no errors"
+        return self.errors[span.start : span.stop]
 
-    def fetch(self) -> None:
-        """Bring the staged copy to the snapshot; in the background of the current stream where memory is pinned."""
-        if self._bridge is not None:
-            self.snapshot.copy_(self._bridge[: self.snapshot.numel()], non_blocking=self._is_pinned)
+    def take_snapshot(self) -> None:
+        """Copy the arenas on their own device, ordered on its stream."""
+        self._copy_arenas(self.snapshot)
 
     def restart(self) -> None:
-        """The snapshot becomes the common point; averaged optimizer state, which no rank shares yet, starts at zero."""
-        self.ref.copy_(self.snapshot)
+        """Make the arenas the common point; averaged optimizer state, which is not shared yet, starts at zero."""
+        self._copy_arenas(self.ref)
+        if self.errors is not None:
+            self.errors.zero_()
         self.ref[self.plan.num_arena :].zero_()
-        # A mask of -inf is common in attention, and -inf less -inf would be no displacement but NaN.
-        self._has_infinities = not bool(torch.isfinite(self.ref).all())
+        # A mask of -inf is common in attention, and -inf minus -inf would be NaN.
+        self._has_infinities = not all(bool(torch.isfinite(part).all()) for part in self.ref.split(2**22))
 
     def take_ref(self, ref: Tensor) -> None:
-        """A common point that was saved; without its optimizer state where that is laid out otherwise now."""
+        """Restore a saved common point; its optimizer state is dropped if the layout has changed."""
         kept = self.plan.num_body if ref.numel() == self.plan.num_body else self.plan.num_arena
         self.ref[:kept].copy_(ref[:kept])
 
-    def displace(self) -> None:
-        """The displacement since the common point, and the squares of the running means'."""
-        torch.sub(self.snapshot, self.ref, out=self._body)
-        self._still_where_equal(self._body)
-        extra = self.plan.num_body
-        for norm in self.plan.norms:
-            mean = self._body[norm.mean]
-            torch.mul(mean, mean, out=self.summed[extra : extra + mean.numel()])
+    def pack(self, span: WireSpan, into: Tensor, *, samples: int, is_live: bool) -> None:
+        """Write the piece's displacement since the common point, times samples, into `into`.
+
+        `is_live` reads the arenas themselves, which nobody changes during a blocking average, else the snapshot.
+        """
+        body, ref = into[: span.numel], self.ref[span.start : span.stop]
+        displacements, lengths = [], []
+        for part, values in self._values(span, is_live):
+            for block, own, common in self._blocks(body[part.place], values, ref[part.place]):
+                torch.sub(own, common, out=block)
+                self._still_where_equal(block, own, common)
+                if part.is_parameter:
+                    displacements.append(_length(block))
+                    lengths.append(_length(own))
+                if not span.norms:
+                    _scale(block, samples)
+        self._add_squares(0, displacements)
+        self._add_squares(1, lengths)
+        if span.norms:
+            _scale(self._add_spreads(span, into), samples)
+
+    def _add_spreads(self, span: WireSpan, into: Tensor) -> Tensor:
+        """Append the squared displacements of running means, which are averaged too."""
+        extra = span.numel
+        for norm in span.norms:
+            mean = into[norm.mean.start - span.start : norm.mean.stop - span.start]
+            torch.mul(mean, mean, out=into[extra : extra + mean.numel()])
             extra += mean.numel()
+        return into[:extra]
 
-    def squares(self) -> tuple[Tensor, Tensor]:
-        """‖d‖² and ‖u‖² of the parameters, between displace and scale."""
-        norm = torch.linalg.vector_norm  # not dot: a BLAS brings threads of its own into the worker
-        return norm(self.summed[self.parameters]).square_(), norm(self.snapshot[self.parameters]).square_()
+    def settle(
+        self, span: WireSpan, segments: Sequence[Tensor], step: MeanStep, *, is_live: bool, counts: bool
+    ) -> None:
+        """Move the piece of the common point by the mean of all ranks; `segments` are the sum, one after the other.
 
-    def scale(self, samples: int) -> None:
-        """Weigh by samples; without samples it is zero whatever the values are."""
-        if samples:
-            self._packed.mul_(samples)
+        The arenas then get the new common point if `is_live`, else the snapshot becomes the correction. `counts` adds
+        the squares of the mean displacement to `squares`.
+        """
+        if self._is_plain[span.start] and not step.is_alone:
+            self._settle_blocks(span, segments, step, is_live=is_live, counts=counts)
+            return
+        ref = self.ref[span.start : span.stop]
+        own = self._values(span, is_live)
+        if step.is_alone:
+            for part, values in own:
+                ref[part.place].copy_(values)
         else:
-            self._packed.zero_()
+            mean = self._scaled(span, segments, step.reciprocal)
+            self._merge_variances(span, mean)
+            self._move(span, ref, mean[: span.numel], step, counts=counts)
+        self._hand_out(ref, span, own, is_live)
 
-    def apply(self, *, total: Tensor, is_moving: Tensor, concentration: Tensor, outer: Outer, parts: Tensor) -> None:
-        """From the sum to the new common point; `parts` receives the parts of ‖mean_delta‖²."""
-        # Times the reciprocal: a division costs three times as much.
-        delta = self._packed.mul_(total.reciprocal())
-        self._merge_variances(delta)
-        self._fold_squares(delta[self.parameters], parts)
-        outer.step(
-            self.ref[self.parameters],
-            delta[self.parameters],
-            self.velocity,
-            is_moving=is_moving,
-            concentration=concentration,
-        )
-        self.ref[self.plan.num_parameters :].add_(delta[self.plan.num_parameters : self.plan.num_body])
-        for section in self.plan.nonnegative:
-            section.of(self.ref).clamp_(min=0.0)
+    def _settle_blocks(
+        self, span: WireSpan, segments: Sequence[Tensor], step: MeanStep, *, is_live: bool, counts: bool
+    ) -> None:
+        """The same in blocks that stay in the cache, where no element depends on another."""
+        lengths = []
+        for part, values in self._values(span, is_live):
+            for at, summed in _within(segments, part.place):
+                start, stop = span.start + at, span.start + at + summed.numel()
+                own = values[at - part.place.start :][: summed.numel()]
+                velocity = None if self.velocity is None or not part.is_parameter else self.velocity[start:stop]
+                tensors = (summed, self.ref[start:stop], own, *(() if velocity is None else (velocity,)))
+                for block, ref, target, *speed in self._blocks(*tensors):
+                    mean = torch.mul(block, step.reciprocal, out=self._mean[: block.numel()])
+                    if counts and part.is_parameter:
+                        lengths.append(_length(mean))
+                    step.move(ref, mean, *speed)
+                    if is_live:
+                        target.copy_(ref)
+                    else:
+                        self._correct(ref, target)
+        self._add_squares(2, lengths)
 
-    def shift(self, fraction: Tensor) -> None:
+    def _hand_out(self, ref: Tensor, span: WireSpan, own: Sequence[tuple[WirePart, Tensor]], is_live: bool) -> None:
+        if not is_live:
+            self._correct(ref, self.snapshot[span.start : span.stop])
+            return
+        for part, values in own:
+            values.copy_(ref[part.place])
+
+    def shift(self, fraction: Tensor, spans: Sequence[WireSpan]) -> None:
         """Move the common point, and the arenas with it, by a fraction of the velocity."""
         if self.velocity is None:
             return
-        push = torch.mul(self.velocity, fraction, out=self.correction[self.parameters])
-        self.ref[self.parameters].add_(push)
-        if self._bridge is not None:
-            push = self._bridge[self.parameters].copy_(push)
-        for section in self.plan.sections:
-            own = push[section.start : section.stop]
-            section.source[: own.numel()].add_(own)
-
-    def apply_alone(self) -> None:
-        """In a world of one the snapshot is the mean, to the last bit."""
-        self.ref.copy_(self.snapshot)
-
-    def prepare_correction(self) -> None:
-        """What the arena has to move by, (new ref - snapshot), brought to its device."""
-        body = self.correction[: self.plan.num_body]
-        torch.sub(self.ref, self.snapshot, out=body)
-        self._still_where_equal(body)
-        for section, floor in self._floors(self.correction):
-            floor.copy_(section.of(self.ref))
-        if self._bridge is not None:
-            self._bridge.copy_(self.correction, non_blocking=self._is_pinned)
+        for span in spans:
+            stop = min(span.stop, self.plan.num_parameters)
+            if span.start >= stop:
+                continue
+            push = torch.mul(self.velocity[span.start : stop], fraction, out=self._mean[: stop - span.start])
+            self.ref[span.start : stop].add_(push)
+            for part in self._parts[span.start]:
+                if part.is_parameter:
+                    part.source.add_(push[part.place].to(part.source.device))
 
     def load(self) -> None:
-        """The arenas become the common point."""
-        origin = self.ref
-        if self._bridge is not None:
-            origin = self._bridge[: self.ref.numel()]
-            origin.copy_(self.ref, non_blocking=self._is_pinned)
+        """Set the arenas to the common point."""
         for section in self.plan.sections:
-            section.source.copy_(section.of(origin))
+            section.source.copy_(section.of(self.ref))
 
     def add_correction(self) -> None:
-        """Move the arenas by the prepared correction; every local step since the snapshot stays in."""
-        floors = list(self._floors(self.delivered))
-        for section, floor in floors:
-            torch.minimum(section.source, floor, out=floor)
+        """Add the correction to the arenas; local steps since the snapshot are kept."""
+        floors = [(section.source, self._floor(section)) for section in self.plan.nonnegative]
         for section in self.plan.sections:
-            section.source.add_(section.of(self.delivered))
-        # A variance can fall below zero when two corrections of it meet; it stays above the smaller of its parents.
-        for section, floor in floors:
-            torch.maximum(section.source, floor, out=section.source)
+            section.source.add_(section.of(self.snapshot).to(section.source.device))
+        # The sum of two corrections can make a variance negative; it is kept above the smaller of its sources.
+        for source, floor in floors:
+            torch.maximum(source, floor, out=source)
 
-    def _still_where_equal(self, difference: Tensor) -> None:
-        if self._has_infinities:
-            difference.masked_fill_(self.snapshot == self.ref, 0.0)
+    def _floor(self, section: WireSection) -> Tensor:
+        common = section.of(self.ref).to(section.source.device, section.source.dtype)
+        return torch.minimum(section.source, common)
 
-    def _merge_variances(self, delta: Tensor) -> None:
+    def _copy_arenas(self, target: Tensor) -> None:
+        for section in self.plan.sections:
+            section.of(target).copy_(section.source)
+
+    def _values(self, span: WireSpan, is_live: bool) -> list[tuple[WirePart, Tensor]]:
+        """The parts of the arenas or of the snapshot, cut alike, so that norms have the same bits."""
+        parts = self._parts[span.start]
+        if is_live:
+            return [(part, part.source) for part in parts]
+        snapshot = self.snapshot[span.start : span.stop]
+        return [(part, snapshot[part.place]) for part in parts]
+
+    def _blocks(self, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        if self.device.type != "cpu":
+            return [tensors]
+        return zip(*(tensor.split(BLOCK_NUMEL) for tensor in tensors), strict=True)
+
+    def _add_squares(self, index: int, lengths: list[Tensor]) -> None:
+        if lengths:
+            self.squares[index].add_(torch.stack(lengths).double().square_().sum())
+
+    def _scaled(self, span: WireSpan, segments: Sequence[Tensor], reciprocal: float | Tensor) -> Tensor:
+        mean = self._mean[: span.numel + span.num_extra]
+        at = 0
+        for segment in segments:
+            part = segment[: mean.numel() - at]
+            torch.mul(part, reciprocal, out=mean[at : at + part.numel()])
+            at += part.numel()
+        return mean
+
+    def _merge_variances(self, span: WireSpan, mean: Tensor) -> None:
         """Variance of the mixture: mean of the variances (already there) plus variance of the means."""
-        extra = self.plan.num_body
-        for norm in self.plan.norms:
-            mean = delta[norm.mean]
-            spread = delta[extra : extra + mean.numel()]
-            extra += mean.numel()
-            square = torch.mul(mean, mean, out=self.correction[: mean.numel()])
-            delta[norm.variance].add_(spread.sub_(square).clamp_(min=0.0))
+        extra = span.numel
+        for norm in span.norms:
+            of_means = mean[norm.mean.start - span.start : norm.mean.stop - span.start]
+            spread = mean[extra : extra + of_means.numel()]
+            extra += of_means.numel()
+            variance = mean[norm.variance.start - span.start : norm.variance.stop - span.start]
+            variance.add_(spread.sub_(of_means.square()).clamp_(min=0.0))
 
-    def _fold_squares(self, values: Tensor, parts: Tensor) -> None:
-        """Sum of squares by adding halves: the same bits on every device and thread count, unlike a reduction."""
-        scratch = torch.mul(values, values, out=self.correction[: values.numel()])
-        for lower, upper in self._folds:
-            lower.add_(upper)
-        parts[: values.numel()].copy_(scratch[:NUM_PARTS])
-
-    def _floors(self, correction: Tensor) -> Iterator[tuple[Section, Tensor]]:
-        start = self.plan.num_body
+    def _move(self, span: WireSpan, ref: Tensor, mean: Tensor, step: MeanStep, *, counts: bool) -> None:
+        num_parameters = max(0, min(span.stop, self.plan.num_parameters) - span.start)
+        if num_parameters:
+            parameters = mean[:num_parameters]
+            if counts:
+                self._add_squares(2, [_length(parameters)])
+            velocity = () if self.velocity is None else (self.velocity[span.start : span.start + num_parameters],)
+            step.move(ref[:num_parameters], parameters, *velocity)
+        if num_parameters < span.numel:
+            ref[num_parameters:].add_(mean[num_parameters:])
         for section in self.plan.nonnegative:
-            stop = start + section.source.numel()
-            yield section, correction[start:stop]
-            start = stop
+            start, stop = max(section.start, span.start), min(section.stop, span.stop)
+            if start < stop:
+                self.ref[start:stop].clamp_(min=0.0)
+
+    def _correct(self, ref: Tensor, snapshot: Tensor) -> None:
+        equal = snapshot == ref if self._has_infinities else None
+        torch.sub(ref, snapshot, out=snapshot)
+        if equal is not None:
+            snapshot.masked_fill_(equal, 0.0)
+
+    def _still_where_equal(self, difference: Tensor, values: Tensor, ref: Tensor) -> None:
+        if self._has_infinities:
+            difference.masked_fill_(values == ref, 0.0)
 
 
-def _folds(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Halves to add to each other, one after the other, until NUM_PARTS numbers are left."""
-    remaining = values.numel()
-    while remaining > NUM_PARTS:
-        half = max(NUM_PARTS, (remaining + 1) // 2)
-        yield values[: remaining - half], values[half:remaining]
-        remaining = half
+def _parts(plan: WirePlan, span: WireSpan) -> Iterator[WirePart]:
+    """Cut at the end of the parameters."""
+    end = plan.num_parameters - span.start
+    for source, place in filter(None, map(span.overlap, plan.sections)):
+        for start, stop in ((place.start, min(place.stop, end)), (max(place.start, end), place.stop)):
+            if start < stop:
+                own = source[start - place.start : stop - place.start]
+                yield WirePart(source=own, place=slice(start, stop), is_parameter=start < end)
+
+
+def _length(values: Tensor) -> Tensor:
+    """‖values‖; not dot, because a BLAS would start its own threads in the worker."""
+    wide = values.dtype if values.dtype == torch.float64 else torch.float32
+    length: Tensor = torch.linalg.vector_norm(values, dtype=wide)
+    return length
+
+
+def _scale(values: Tensor, samples: int) -> None:
+    """Without samples the result is zero even if values are not finite."""
+    values.mul_(samples) if samples else values.zero_()
+
+
+def _within(segments: Sequence[Tensor], place: slice) -> Iterator[tuple[int, Tensor]]:
+    """The parts of consecutive segments in a range, each with its start."""
+    at = 0
+    for segment in segments:
+        start, stop = max(at, place.start), min(at + segment.numel(), place.stop)
+        if start < stop:
+            yield start, segment[start - at : stop - at]
+        at += segment.numel()

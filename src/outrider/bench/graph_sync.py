@@ -1,7 +1,7 @@
 """Mode `graph-sync`: a network written as a flow, trained in a user's own loop through `outrider.setup`.
 
 Decides the loop that a user would write; devices, data, schedule and evaluation are those of the other modes.
-Called by the modes; its records have the shape of any other run's.
+Called by the modes; its records have the same format as those of other runs.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 
 import torch
 
+from outrider.api.graph_setup import setup
 from outrider.api.handle import StartedRun
-from outrider.api.options import Order, SessionOptions, make_session_order
+from outrider.api.options import CheckedRun, SessionOptions, make_session_order
 from outrider.api.session import Session
-from outrider.api.setup import setup
+from outrider.average.transport.backend_table import choose_backend
+from outrider.launch.forkserver import TRAINING
+from outrider.launch.launcher import launch
+from outrider.launch.script_launcher import take_part
 from outrider.machine.devices import cuda_devices, resolve_devices
+from outrider.record import run_config as configs
+from outrider.record.epoch_metrics import as_json
+from outrider.record.run_folder import SCHEMA_VERSION, RunFolder
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import Recipe
 from outrider.replica.tuning import autocast, to_channels_last
-from outrider.runtime import config as configs
-from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
-from outrider.runtime.launch import launch
-from outrider.runtime.messages import Link, Message
-from outrider.runtime.metrics import as_json
-from outrider.runtime.nursery import TRAINING
-from outrider.runtime.script import take_part
-from outrider.runtime.world import choose_backend
+from outrider.world.messages import Link, Message
 
 
-def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = lambda message: None) -> StartedRun:
+def start_graph_sync(order: CheckedRun, *, on_message: Callable[[Message], None] = lambda message: None) -> StartedRun:
     """Start one rank per device, each running the loop; returns at once with the same handle as `train()`."""
     config = order.config
     assert config.run_dir is not None, "benchmarks name their run folders"
@@ -56,8 +56,8 @@ def start_graph_sync(order: Order, *, on_message: Callable[[Message], None] = la
     return StartedRun(ranks, folder, on_message=on_message)
 
 
-def _session_options(order: Order) -> dict[str, Any]:
-    """What a session takes of the order, checked before any process starts; the data's options go to its loop."""
+def _session_options(order: CheckedRun) -> dict[str, Any]:
+    """The options for the session, checked before any process starts; options of data go to its loop."""
     given = recipes.plain(order.recipe) | configs.plain(order.config)
     options = {name: value for name, value in given.items() if name in SessionOptions.__annotations__}
     make_session_order(options)
@@ -65,15 +65,16 @@ def _session_options(order: Order) -> dict[str, Any]:
 
 
 def run_loop(link: Link, *, recipe: Recipe, options: dict[str, Any], run_dir: Path) -> None:
-    """What each started process does: the loop of a user, and the epochs told to the starter."""
+    """The function of each process: runs the user's loop and sends the epochs to the starter."""
     take_part(link, run_dir=run_dir)
+    assert isinstance(recipe.precision, str), "benchmarks have one precision for all ranks"
     torch.manual_seed(recipe.seed)
     graph = recipe.model if isinstance(recipe.model, torch.nn.Module) else recipe.model()
     if recipe.memory_format == "channels_last":
         to_channels_last(graph)
     with setup(graph, optimizer=recipe.optimizer, scheduler=recipe.scheduler, **options) as session:
         for _ in _told_epochs(session, recipe.epochs, link):
-            for batch in session.batches(recipe.dataset, batch_size=recipe.batch_size, augment=recipe.augment):
+            for batch in session.batches(recipe.dataset, batch_size=recipe.mean_batch_size, augment=recipe.augment):
                 with autocast(recipe.precision, session.device):
                     loss = recipe.step(graph, batch)
                 session.step(loss)

@@ -1,28 +1,19 @@
-"""What the epochs of one run say: speed after the warm-up, time to a target, parts of the time.
+"""Numbers from the epochs of one run: speed after the warm-up, time to a target, fractions of the time.
 
-Decides what is warm-up and how epochs are weighted; knows no torch. Called for live runs and for records alike.
+Decides what is warm-up and how epochs are weighted; imports no torch. Called for live runs and for records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+if TYPE_CHECKING:
+    from outrider.bench.suite.runs import EpochRow
+    from outrider.record.epoch_metrics import EpochMetrics
 
-class Epoch(Protocol):
-    """What an epoch tells, whether it just ended or was read from a record."""
-
-    @property
-    def samples(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def train_s(self) -> float: ...
-    @property
-    def eval(self) -> float | None: ...
-
-
-AnEpoch = TypeVar("AnEpoch", bound=Epoch)
+AnEpoch = TypeVar("AnEpoch", "EpochRow", "EpochMetrics")
+"""Of a record, or of a live run."""
 
 
 def after_warm_up(epochs: Sequence[AnEpoch]) -> Sequence[AnEpoch]:
@@ -30,20 +21,20 @@ def after_warm_up(epochs: Sequence[AnEpoch]) -> Sequence[AnEpoch]:
     return epochs[1:] if len(epochs) > 1 else epochs
 
 
-def samples_per_s(epochs: Sequence[Epoch]) -> float:
+def samples_per_s(epochs: Sequence[AnEpoch]) -> float:
     """Of training time, warm-up excluded."""
     counted = after_warm_up(epochs)
     return sum(epoch.samples for epoch in counted) / sum(epoch.seconds for epoch in counted)
 
 
-def time_to_target_s(epochs: Sequence[Epoch], target: float | None, *, larger_is_better: bool = True) -> float | None:
+def time_to_target_s(epochs: Sequence[AnEpoch], target: float | None, *, larger_is_better: bool = True) -> float | None:
     """Training time, warm-up included, up to the end of the first epoch that reached the target."""
     num_epochs = epochs_to_target(epochs, target, larger_is_better=larger_is_better)
     return None if num_epochs is None else epochs[num_epochs - 1].train_s
 
 
-def epochs_to_target(epochs: Sequence[Epoch], target: float | None, *, larger_is_better: bool = True) -> int | None:
-    """How many epochs it took until the evaluation reached the target; None where none did."""
+def epochs_to_target(epochs: Sequence[AnEpoch], target: float | None, *, larger_is_better: bool = True) -> int | None:
+    """How many epochs it took until the evaluation reached the target; None if none did."""
     if target is None:
         return None
     sign = 1.0 if larger_is_better else -1.0
@@ -51,8 +42,8 @@ def epochs_to_target(epochs: Sequence[Epoch], target: float | None, *, larger_is
     return next((number for number, value in evals if value is not None and sign * value >= sign * target), None)
 
 
-def mean_over_time(epochs: Sequence[Epoch], name: str) -> float | None:
-    """The mean of a field, each counted epoch weighted by its seconds; None where an epoch does not know it."""
+def mean_over_time(epochs: Sequence[AnEpoch], name: str) -> float | None:
+    """The mean of a field, each counted epoch weighted by its seconds; None if an epoch does not know it."""
     counted = after_warm_up(epochs)
     parts = [(getattr(epoch, name), epoch.seconds) for epoch in counted]
     # What a rank could not measure is NaN while it runs and null in its record.

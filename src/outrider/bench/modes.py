@@ -1,7 +1,7 @@
-"""One mode of one task, run in processes of its own, and the summary of what it reached.
+"""Runs one mode of one task in its own processes, and summarises the result.
 
-Decides what the names of modes mean, which can run on given devices, and how epochs become a summary; how ranks train
-is the runtime's or a peer's. Called by the demo and the benchmarks.
+Decides the meaning of the names of modes, which modes can run on given devices, and how epochs become a summary. `api`
+or a peer trains. Called by the demo and the benchmarks.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.handle import Run
-from outrider.api.options import Order, make_order
+from outrider.api.options import CheckedRun, make_order
 from outrider.api.train import start
+from outrider.average.transport.backend_table import BACKEND_TABLE, choose_backend
 from outrider.bench.graph_sync import start_graph_sync
 from outrider.bench.measures import mean_over_time, samples_per_s, time_to_target_s
-from outrider.bench.peers import table
-from outrider.bench.peers.table import PEERS
-from outrider.bench.suite.options import PER_WORLD
+from outrider.bench.peers import peer_table as table
+from outrider.bench.peers.peer_table import PEERS
+from outrider.bench.suite.setting_options import is_per_rank
 from outrider.bench.tasks import Task, rising
-from outrider.errors import ConfigError, DeviceError, nearest
+from outrider.errors import ConfigError, DeviceError, did_you_mean
 from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
-from outrider.runtime.messages import Message
-from outrider.runtime.metrics import EpochMetrics
-from outrider.runtime.world import choose_backend
+from outrider.policy.policies import TRAINING_POLICIES, policy_spec
+from outrider.record.epoch_metrics import EpochMetrics
+from outrider.world.messages import Message
 
-TRAINED_POLICIES = ("sync", "balanced", "cadence", "async")
-BACKENDS = ("cpu", "nccl")
 INDEPENDENT = "independent"
 GRAPH_SYNC = "graph-sync"
 DDP = "ddp"
 JOINING_PEERS = (DDP, "dp")
 
 Starter = Callable[..., Run]
-"""Starts what was ordered: `starter(order, on_message=...)`."""
+"""Starts a run: `starter(order, on_message=...)`."""
 OnMessage = Callable[[Message], None]
 
 
@@ -59,12 +58,12 @@ class Mode:
     @property
     def ends_as_one_model(self) -> bool:
         """Ranks that never average have each their own model: there is nothing to evaluate."""
-        return self.policy != INDEPENDENT or self.solo_rank is not None
+        return policy_spec(self.policy).averages or self.solo_rank is not None
 
     @property
     def joins_batches(self) -> bool:
         """Whether one step takes a batch of every rank; `balanced` shares one, all others step each on their own."""
-        return self.policy == "sync" and (self.peer is None or self.peer in JOINING_PEERS)
+        return policy_spec(self.policy).joins_batches and (self.peer is None or self.peer in JOINING_PEERS)
 
     @property
     def can_resume(self) -> bool:
@@ -80,29 +79,28 @@ def parse_mode(name: str, *, num_devices: int) -> Mode:
     if name in PEERS:
         return Mode(name=name, policy="sync", peer=name)
     backend, dash, policy = name.rpartition("-")
-    if policy in TRAINED_POLICIES and (not dash or backend in BACKENDS):
+    if policy in TRAINING_POLICIES and (not dash or backend in BACKEND_TABLE):
         return Mode(name=name, policy=policy, backend=backend or "auto")
     if name == INDEPENDENT:
         return Mode(name=name, policy=INDEPENDENT)
     if name == GRAPH_SYNC:
         return Mode(name=name, policy="sync")
     valid = mode_names(num_devices)
-    close = nearest(name, valid)
     raise ConfigError(
         f"no mode is called {name!r} for {num_devices} device{'' if num_devices == 1 else 's'}",
-        hint=f"did you mean {close!r}?" if close else f"modes are {', '.join(valid)}",
+        hint=did_you_mean(name, valid, otherwise=f"modes are {', '.join(valid)}"),
     )
 
 
 def mode_names(num_devices: int) -> list[str]:
     """All modes, in the order they are listed in."""
     solos = [f"solo-{rank}" for rank in range(num_devices)]
-    policies = [f"{backend}-{policy}" for backend in BACKENDS for policy in TRAINED_POLICIES]
+    policies = [f"{backend}-{policy}" for backend in BACKEND_TABLE for policy in TRAINING_POLICIES]
     return [*solos, INDEPENDENT, GRAPH_SYNC, *policies, *PEERS]
 
 
 def obstacle(mode: Mode, devices: Sequence[DeviceSpec]) -> str | None:
-    """Why a mode cannot run on these devices; None where it can."""
+    """Why a mode cannot run on these devices; None if it can."""
     if mode.peer is not None:
         return table.obstacle(PEERS[mode.peer], devices)
     try:
@@ -113,7 +111,7 @@ def obstacle(mode: Mode, devices: Sequence[DeviceSpec]) -> str | None:
 
 
 def starter_of(mode: Mode) -> Starter:
-    """The one place where the name of a mode meets the function that starts it."""
+    """The function that starts a mode, by its name."""
     if mode.peer is not None:
         return PEERS[mode.peer].start
     return start_graph_sync if mode.name == GRAPH_SYNC else start
@@ -142,13 +140,15 @@ def run_mode(
     settings: Mapping[str, Any] | None = None,
     on_start: Callable[[], None] = lambda: None,
     on_message: OnMessage = lambda message: None,
+    starter: Starter | None = None,
 ) -> ModeResult:
     """Train in new processes and wait for the end; interrupted, it leaves none of them behind.
 
-    `settings` are options of `train()` set by hand; `on_start` is called once the run has its folder.
+    `settings` are options of `train()` set by hand; `on_start` is called once the run has its folder; `starter` trains
+    instead of the mode's own.
     """
     order = make_mode_order(mode, task, devices=devices, run_dir=run_dir, settings=settings or {})
-    with starter_of(mode)(order, on_message=on_message) as run:
+    with (starter or starter_of(mode))(order, on_message=on_message) as run:
         on_start()
         trained = run.join()
     return ModeResult(mode=mode.name, epochs=trained.epochs, run_dir=trained.run_dir)
@@ -156,7 +156,7 @@ def run_mode(
 
 def make_mode_order(
     mode: Mode, task: Task, *, devices: Sequence[DeviceSpec], run_dir: Path, settings: Mapping[str, Any] | None = None
-) -> Order:
+) -> CheckedRun:
     """The order of a run of `train()`; a solo gets the threads that its rank has in the whole world."""
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
@@ -167,6 +167,9 @@ def make_mode_order(
         "scheduler": task.scheduler,
         "augment": task.augment,
         "max_grad_norm": task.max_grad_norm,
+        # By name, not by default: the published records were made with these.
+        "lr_scale": "auto",
+        "min_anchor": min(20, (settings or {}).get("max_anchor", 20)),
         "devices": [str(spec) for spec in devices],
         "run_dir": run_dir,
     }
@@ -178,7 +181,7 @@ def make_mode_order(
     if mode.solo_rank is not None:
         options["devices"] = [str(devices[mode.solo_rank])]
         options.setdefault("threads_per_rank", threads_per_rank(devices, num_cores())[mode.solo_rank])
-        options = {name: value for name, value in options.items() if name not in PER_WORLD}
+        options = {name: value for name, value in options.items() if not is_per_rank(name, value)}
     if mode.ends_as_one_model:
         options |= {"evaluate": task.evaluate, "eval_dataset": task.eval_dataset}
     required = {"model": task.model, "optimizer": task.optimizer, "step": task.step, "dataset": task.dataset}
@@ -187,7 +190,7 @@ def make_mode_order(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a mode reached; speeds are of training time after the warm-up, None is not known."""
+    """The results of a mode; speeds are per training time after the warm-up, None means unknown."""
 
     samples_per_s: float
     efficiency: float | None
@@ -204,7 +207,7 @@ class Summary:
 
 
 def ideal_samples_per_s(results: Mapping[str, ModeResult], *, num_devices: int) -> float | None:
-    """The sum of the solos; None where one is missing."""
+    """The sum of the solos; None if one is missing."""
     solos = [results.get(f"solo-{rank}") for rank in range(num_devices)]
     speeds = [samples_per_s(solo.epochs) for solo in solos if solo is not None]
     return sum(speeds) if len(speeds) == num_devices else None

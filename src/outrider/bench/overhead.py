@@ -1,7 +1,7 @@
-"""What averaging costs: throughput of each mode as a ratio to `independent`, all ranks without averaging.
+"""Measures the cost of averaging: throughput of each mode relative to `independent`, all ranks without averaging.
 
-Decides the order of runs (modes interleaved in rounds, so that a noisy machine hurts them all alike) and the ratios.
-Run by `make bench` as `python -m outrider.bench.overhead`; training is the modes' business.
+Decides the order of runs (modes interleaved in rounds, so that noise affects all alike) and the ratios.
+Run by `make bench` as `python -m outrider.bench.overhead`; `modes` trains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.bench.tables import UNKNOWN, text_table
 from outrider.bench.tasks import Task, model_named, speed_task
 from outrider.errors import ConfigError, OutriderError
 from outrider.machine.devices import DeviceSpec, num_cores, parse_devices, threads_per_rank
-from outrider.runtime.record import commit, environment
+from outrider.record.run_record import commit, environment
 
 SCHEMA_VERSION = 1
 DEVICES = "cpu,cpu@0.4"
@@ -35,8 +35,8 @@ SAMPLES = {"mlp": 50_000, "lenet": 8_000}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What is run."""
+class OverheadPlan:
+    """The settings of the benchmark."""
 
     devices: tuple[DeviceSpec, ...]
     models: tuple[str, ...]
@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class OverheadSample:
     """Samples per second of one model by mode, one value per round."""
 
     model: str
@@ -71,9 +71,9 @@ class Measured:
         return [speed / most for speed, most in zip(self.speeds[mode], self.speeds[INDEPENDENT], strict=True)]
 
 
-def measure(plan: Plan) -> list[Measured]:
+def measure(plan: OverheadPlan) -> list[OverheadSample]:
     """All rounds of all models; each mode alone in its own processes."""
-    measured = [Measured(model=model, speeds={mode.name: [] for mode in plan.modes}) for model in plan.models]
+    measured = [OverheadSample(model=model, speeds={mode.name: [] for mode in plan.modes}) for model in plan.models]
     tasks = [speed_task(model, epochs=plan.epochs, num_samples=SAMPLES[model]) for model in plan.models]
     for round_number in range(1, plan.rounds + 1):
         for task, one in zip(tasks, measured, strict=True):
@@ -82,21 +82,21 @@ def measure(plan: Plan) -> list[Measured]:
     return measured
 
 
-def _measure_one(plan: Plan, task: Task, mode: Mode, round_number: int) -> float:
+def _measure_one(plan: OverheadPlan, task: Task, mode: Mode, round_number: int) -> float:
     run_dir = plan.output / f"round-{round_number}" / f"{task.name}-{mode.name}"
     speed = samples_per_s(run_mode(mode, task, devices=plan.devices, run_dir=run_dir).epochs)
     print(f"round {round_number} of {plan.rounds}: {task.name} {mode.name} {speed:,.0f} samples/s", file=sys.stderr)
     return speed
 
 
-def render(measured: Sequence[Measured]) -> str:
+def render(measured: Sequence[OverheadSample]) -> str:
     """Ratios to `independent`, median and range over the rounds."""
     headers = ("model", "mode", "samples/s", "ratio", "range", "target")
     rows = [_row(one, mode) for one in measured for mode in one.speeds]
     return text_table(headers, rows, num_names=2)
 
 
-def _row(one: Measured, mode: str) -> list[str]:
+def _row(one: OverheadSample, mode: str) -> list[str]:
     ratios = one.ratios(mode)
     target = TARGETS.get(_policy(mode))
     return [
@@ -113,7 +113,7 @@ def _policy(mode: str) -> str:
     return mode.rpartition("-")[2]
 
 
-def document(plan: Plan, measured: Sequence[Measured]) -> dict[str, Any]:
+def document(plan: OverheadPlan, measured: Sequence[OverheadSample]) -> dict[str, Any]:
     """The measurement for programs, with all raw values."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -121,14 +121,14 @@ def document(plan: Plan, measured: Sequence[Measured]) -> dict[str, Any]:
         "rounds": plan.rounds,
         "epochs": plan.epochs,
         "warm_up_epochs": 1,
-        # This process has threads of its own; what counts is what each rank had.
+        # The threads of the ranks, not of this process.
         "environment": environment() | {"threads_per_rank": threads_per_rank(plan.devices, num_cores())},
         "commit": commit(),
         "models": {one.model: {mode: _mode_document(one, mode) for mode in one.speeds} for one in measured},
     }
 
 
-def _mode_document(one: Measured, mode: str) -> dict[str, Any]:
+def _mode_document(one: OverheadSample, mode: str) -> dict[str, Any]:
     ratios = [round(ratio, 4) for ratio in one.ratios(mode)]
     return {
         "samples_per_s": [round(speed, 1) for speed in one.speeds[mode]],
@@ -138,9 +138,9 @@ def _mode_document(one: Measured, mode: str) -> dict[str, Any]:
     }
 
 
-def make_plan(*, devices: str, models: str, modes: str, rounds: int, epochs: int, output: Path | None) -> Plan:
+def make_plan(*, devices: str, models: str, modes: str, rounds: int, epochs: int, output: Path | None) -> OverheadPlan:
     specs = parse_devices(devices)
-    return Plan(
+    return OverheadPlan(
         devices=specs,
         models=tuple(models.split(",")),
         modes=tuple(parse_mode(name, num_devices=len(specs)) for name in modes.split(",")),

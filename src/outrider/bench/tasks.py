@@ -1,4 +1,4 @@
-"""What a benchmark trains: model, optimizer, data and target, the same for every mode.
+"""The tasks of benchmarks: model, optimizer, data and target, the same for every mode.
 
 Decides sizes and learning rates of the demo's and the overhead benchmark's tasks; the suite's are in `zoo`.
 Starts nothing. Called by the demo, the benchmarks and the zoo.
@@ -16,11 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
 from torch.utils.data import TensorDataset
 
-from outrider.bench.datasets.glyphs import NUM_CLASSES, SIDE, glyphs
-from outrider.bench.models.classification import accuracy, cross_entropy_step
-from outrider.bench.models.digits import lenet, mlp
+from outrider.bench.datasets.mnist import NUM_CLASSES, SIDE, glyphs
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, lenet, mlp
 from outrider.data.augmented_feed import AugmentFunction
-from outrider.errors import ConfigError, nearest
+from outrider.errors import unknown_name
 from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, SchedulerFactory, StepFunction
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "lenet": lenet}
@@ -53,7 +52,7 @@ class Task:
     target: float | None = None
     """The evaluation to reach, for time to target."""
     published: float | None = None
-    """What others report for real data; None where nothing is known or the data are a stand-in."""
+    """What others report for real data; None if nothing is known or the data are a stand-in."""
     is_stand_in: bool = False
     seed: int = 0
 
@@ -108,9 +107,7 @@ def speed_task(model_name: str, *, epochs: int, num_samples: int) -> Task:
 
 def model_named(name: str) -> Callable[[], nn.Module]:
     if name not in MODELS:
-        close = nearest(name, MODELS)
-        hint = f"did you mean {close!r}?" if close else "pick one of the known names"
-        raise ConfigError(f"no model is called {name!r}, known are: {', '.join(MODELS)}", hint=hint)
+        raise unknown_name("model", name, MODELS)
     return MODELS[name]
 
 

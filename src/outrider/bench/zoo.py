@@ -1,4 +1,4 @@
-"""The eight models of the benchmark suite: what each is trained on, with what, for how long, and held against.
+"""The eight models of the benchmark suite: data, optimizer, epochs, published figures and targets of each.
 
 Decides hyper-parameters, schedules, published figures and targets. Starts nothing and reads no data: ranks open it.
 Called by the suite's commands through `suite_task`.
@@ -14,23 +14,27 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
-from outrider.bench.datasets.augment import crop_and_flip
+from outrider.bench.datasets.cifar10 import crop_and_flip
 from outrider.bench.datasets.source import DataSource, Located, locate, open_part
-from outrider.bench.models.autoencoder import conv_autoencoder, reconstruction_error
-from outrider.bench.models.cifar_resnet import resnet, resnet_graph
-from outrider.bench.models.classification import (
+from outrider.bench.models.image_models import (
     accuracy,
     bytes_accuracy,
     bytes_cross_entropy_step,
+    conv_autoencoder,
     cross_entropy_step,
+    lenet,
+    logistic,
+    mlp,
+    reconstruction_error,
+    resnet,
+    resnet_graph,
 )
-from outrider.bench.models.digits import lenet, logistic, mlp
-from outrider.bench.models.text import char_rnn, gpt_nano, next_symbol_loss
+from outrider.bench.models.text_models import char_rnn, gpt_nano, next_symbol_loss
 from outrider.bench.tasks import Task, adam
 from outrider.data.augmented_feed import AugmentFunction
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, unknown_name
 from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, SchedulerFactory, StepFunction
 
 WARM_UP_FRACTION = 0.1
@@ -67,7 +71,7 @@ class Entry:
     target: float | None = None
     """For time to target, on the real data."""
     stand_in_target: float | None = None
-    """The same on the stand-in, where it was measured what a solo reaches."""
+    """The target on the stand-in, from measurements of one device alone."""
     make_at_depth: Callable[[int], nn.Module] | None = None
     """For networks whose depth is a parameter."""
 
@@ -97,7 +101,7 @@ def tenth_at_half_and_three_quarters(num_steps: int) -> SchedulerFactory:
 
 def warm_up_then_cosine(num_steps: int) -> SchedulerFactory:
     """Linear over the first tenth of the samples, then half a cosine down to zero."""
-    return partial(_following, factor=partial(warm_up_and_cosine_factor, num_steps=num_steps))
+    return partial(LambdaLR, lr_lambda=partial(warm_up_and_cosine_factor, num_steps=num_steps))
 
 
 def warm_up_and_cosine_factor(tick: int, *, num_steps: int) -> float:
@@ -107,10 +111,6 @@ def warm_up_and_cosine_factor(tick: int, *, num_steps: int) -> float:
         return (tick + 1) / warm_up
     done = min(1.0, (tick - warm_up) / max(1, num_steps - warm_up))
     return 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _following(optimizer: torch.optim.Optimizer, *, factor: Callable[[int], float]) -> LRScheduler:
-    return LambdaLR(optimizer, factor)
 
 
 # The models
@@ -192,9 +192,7 @@ ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 def entry_named(name: str) -> Entry:
     """The model of the suite that is called so."""
     if name not in ENTRIES:
-        close = nearest(name, ENTRIES)
-        hint = f"did you mean {close!r}?" if close else "pick one of the known names"
-        raise ConfigError(f"no model is called {name!r}, known are: {', '.join(ENTRIES)}", hint=hint)
+        raise unknown_name("model", name, ENTRIES)
     return ENTRIES[name]
 
 
@@ -227,7 +225,7 @@ def suite_task(
     batch_size: int | None = None,
     depth: int = RESNET_DEPTH,
 ) -> Task:
-    """The task of one model of the suite, on real data where it is or can be had; the schedule spans all epochs."""
+    """The task of one model of the suite, on real data if available; the schedule spans all epochs."""
     entry = at_depth(entry_named(name), depth)
     located = locate(entry.data, data)
     epochs = entry.epochs if epochs is None else epochs

@@ -1,21 +1,26 @@
-"""`outrider bench`: train the suite's models in every mode, report on it, compare it with before.
+"""`outrider bench`: train the suite's models in every mode, report the results, compare them with a baseline.
 
-Parses, calls, prints; what is run and what is said of it is in outrider.bench. Progress on stderr, results on stdout.
+Parses, calls, prints; outrider.bench runs and reports. Progress on stderr, results on stdout.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli import completion, diff, iteration, scaling
+from outrider.cli import completion, iteration, scaling
+from outrider.cli.console import EXIT_ERROR, EXIT_INTERRUPTED, check_torch, say
+from outrider.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from outrider.bench.suite.plan import Preset, Request
-    from outrider.bench.suite.run import Planned
+    from outrider.bench.suite.run_case import Planned
     from outrider.bench.suite.runs import SuiteRun
+    from outrider.bench.suite.suite_plan import Preset, SuiteRequest
     from outrider.bench.suite.sweep import Swept
 
 EPILOG = "Example: outrider bench sweep --preset quick && outrider bench report runs"
@@ -50,8 +55,6 @@ _Depth = Annotated[int | None, typer.Option("--depth", metavar="N", help="Of the
 @app.command("list", epilog="Example: outrider bench list --devices cpu,cpu@0.4")
 def list_suite(devices: _Devices = None) -> None:
     """Show the models, the devices here, and which modes can run on them."""
-    from outrider.cli.console import check_torch
-
     check_torch()
     from outrider.bench.suite.listing import render_list
 
@@ -74,10 +77,8 @@ def run(
     jobs: _Jobs = 1,
 ) -> None:
     """Train one model in one mode; the last line of stdout is JSON."""
-    from outrider.cli.console import check_torch
-
     check_torch()
-    from outrider.bench.suite.plan import Preset, plan
+    from outrider.bench.suite.suite_plan import Preset, plan
 
     alone = Preset(models=(model,), modes=(mode,), num_seeds=1, devices=None)
     request = _request(
@@ -103,17 +104,12 @@ def sweep(
     depth: _Depth = None,
     jobs: _Jobs = 1,
 ) -> None:
-    """Train models in modes, round by round; goes on where it stopped and skips what is done.
+    """Train models in modes, round by round; continues where it stopped and skips finished runs.
 
-    What --models, --modes and the other options leave open comes from the preset. Ctrl-C keeps what is finished. The
-    last line of stdout is JSON.
+    The preset supplies the options that you leave out. Ctrl-C keeps finished runs. The last line of stdout is JSON.
     """
-    from dataclasses import replace
-
-    from outrider.cli.console import check_torch
-
     check_torch()
-    from outrider.bench.suite.plan import plan, preset_named
+    from outrider.bench.suite.suite_plan import plan, preset_named
 
     chosen = preset_named(preset)
     chosen = replace(chosen, models=_names(models) or chosen.models, modes=_names(modes) or chosen.modes)
@@ -134,8 +130,7 @@ def report(
 ) -> None:
     """Report on finished runs: markdown on stdout and in report.md. Needs no torch."""
     from outrider.bench.report.markdown import make_report, markdown
-    from outrider.cli.console import say
-    from outrider.timeline.files import write_text
+    from outrider.timeline.timeline_files import write_text
 
     made = make_report(runs)
     folder = _made_folder(output or runs)
@@ -143,7 +138,7 @@ def report(
     write_text(folder / "report.md", text)
     say(f"report: {folder / 'report.md'}")
     if html:
-        from outrider.bench.report.page import write_report_page
+        from outrider.bench.report.report_page import write_report_page
 
         say(f"page: {write_report_page(made, folder)}")
     # Last: `| head` closes its end early.
@@ -180,13 +175,11 @@ def rerun(
     ] = None,
 ) -> None:
     """Run one run again from its config.json, and put both side by side; the last line of stdout is JSON."""
-    from outrider.cli.console import check_torch
-
     before = _run_in(run_dir)
     check_torch()
     from outrider.bench.datasets.source import DataSource
-    from outrider.bench.suite.again import render_again
-    from outrider.bench.suite.plan import plan_again
+    from outrider.bench.suite.suite_plan import plan_again
+    from outrider.bench.suite.suite_text import render_again
 
     planned = plan_again(before.case, data=DataSource(folder=data))
     now = _run_again(planned, output or _free(run_dir.with_name(f"{run_dir.name}-rerun")))
@@ -194,7 +187,7 @@ def rerun(
     _print_document([now], failures=())
 
 
-# What commands share
+# Shared by the commands
 
 
 def _names(text: str | None) -> tuple[str, ...]:
@@ -202,7 +195,7 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _specs(devices: str | None) -> tuple[Any, ...]:
-    from outrider.bench.suite.plan import default_devices
+    from outrider.bench.suite.suite_plan import default_devices
     from outrider.machine.devices import cuda_devices, resolve_devices
 
     return resolve_devices(devices or default_devices(cuda_devices()), cuda_devices=cuda_devices()).devices
@@ -220,14 +213,14 @@ def _request(
     samples: int | None,
     depth: int | None,
     jobs: int,
-) -> Request:
-    """What the user said goes before what the preset says."""
+) -> SuiteRequest:
+    """Options of the user override those of the preset."""
     from outrider.bench.datasets.source import DataSource
-    from outrider.bench.suite.options import parse_settings
-    from outrider.bench.suite.plan import Request, runnable_modes
+    from outrider.bench.suite.setting_options import parse_settings
+    from outrider.bench.suite.suite_plan import SuiteRequest, runnable_modes
 
     specs = _specs(devices or preset.devices)
-    return Request(
+    return SuiteRequest(
         models=preset.models,
         modes=preset.modes or runnable_modes(specs),
         devices=specs,
@@ -243,8 +236,6 @@ def _request(
 
 
 def _carry_out(planned: list[Planned], output: Path, *, num_jobs: int) -> None:
-    from outrider.cli.console import EXIT_ERROR, EXIT_INTERRUPTED, say
-
     try:
         swept = _sweep(planned, output, num_jobs=num_jobs)
     except KeyboardInterrupt:
@@ -256,8 +247,7 @@ def _carry_out(planned: list[Planned], output: Path, *, num_jobs: int) -> None:
 
 
 def _sweep(planned: list[Planned], output: Path, *, num_jobs: int) -> Swept:
-    from outrider.bench.suite.jobs import run_sweep_beside
-    from outrider.bench.suite.sweep import in_rounds, run_sweep
+    from outrider.bench.suite.sweep import in_rounds, run_sweep, run_sweep_beside
     from outrider.cli.bench_progress import open_sweep_watcher
 
     with open_sweep_watcher([one.case for one in in_rounds(planned)], num_jobs=num_jobs) as watcher:
@@ -270,7 +260,7 @@ def _sweep(planned: list[Planned], output: Path, *, num_jobs: int) -> Swept:
 
 
 def _interrupted(planned: list[Planned], output: Path) -> str:
-    from outrider.bench.suite.run import finished_run
+    from outrider.bench.suite.run_case import finished_run
 
     finished = sum(finished_run(output / one.case.folder, one) is not None for one in planned)
     done = f"{finished} of {len(planned)} runs are finished"
@@ -278,10 +268,14 @@ def _interrupted(planned: list[Planned], output: Path) -> str:
 
 
 def _print(swept: Swept) -> None:
-    from outrider.bench.suite.text import render_runs
+    from outrider.bench.suite.suite_text import render_runs
 
-    if swept.runs:
-        typer.echo(render_runs(swept.runs))
+    try:
+        if swept.runs:
+            typer.echo(render_runs(swept.runs))
+    except MissingExtraError as error:
+        # The runs are on disk: a machine with scipy can make the report.
+        say(f"no table: {error.message}; {error.hint}, then `outrider bench report`")
     failures = [f"{case.title} {case.mode} seed {case.seed}: {error.message}" for case, error in swept.failures]
     for failure in failures:
         typer.echo(f"failed: {failure}")
@@ -289,15 +283,13 @@ def _print(swept: Swept) -> None:
 
 
 def _print_document(runs: Any, *, failures: Any) -> None:
-    import json
-
-    from outrider.bench.suite.text import runs_document
+    from outrider.bench.suite.suite_text import runs_document
 
     typer.echo(json.dumps(runs_document(runs, failures=failures), allow_nan=False))
 
 
 def _made_folder(folder: Path) -> Path:
-    from outrider.timeline.files import explained
+    from outrider.timeline.timeline_files import explained
 
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -305,10 +297,7 @@ def _made_folder(folder: Path) -> Path:
 
 
 def _save_baseline(content: dict[str, Any], path: Path) -> None:
-    import json
-
-    from outrider.cli.console import say
-    from outrider.timeline.files import write_text
+    from outrider.timeline.timeline_files import write_text
 
     write_text(path, json.dumps(content, indent=1) + "\n")
     num_modes = sum(len(model["modes"]) for model in content["models"].values())
@@ -316,11 +305,8 @@ def _save_baseline(content: dict[str, Any], path: Path) -> None:
 
 
 def _compare(groups: Any, path: Path) -> None:
-    from outrider.bench.report.validate import REGRESSION, compare, read_baseline
-    from outrider.bench.report.validate_text import render_comparisons
+    from outrider.bench.report.validate import REGRESSION, compare, read_baseline, render_comparisons
     from outrider.bench.suite.runs import read_json
-    from outrider.cli.console import EXIT_ERROR
-    from outrider.errors import ConfigError
 
     content = read_json(path)
     if content is None:
@@ -334,7 +320,6 @@ def _compare(groups: Any, path: Path) -> None:
 
 def _run_in(folder: Path) -> SuiteRun:
     from outrider.bench.suite.runs import read_run
-    from outrider.errors import ConfigError
 
     run = read_run(folder)
     if run is None:
@@ -345,11 +330,8 @@ def _run_in(folder: Path) -> SuiteRun:
 
 
 def _run_again(planned: Planned, folder: Path) -> SuiteRun:
-    from functools import partial
-
-    from outrider.bench.suite.run import run_case
+    from outrider.bench.suite.run_case import run_case
     from outrider.cli.bench_progress import open_sweep_watcher
-    from outrider.cli.console import say
 
     say(f"run: {folder}")
     with open_sweep_watcher([planned.case]) as watcher:
@@ -370,5 +352,5 @@ def _free(folder: Path) -> Path:
 
 
 app.command(epilog=iteration.EPILOG)(iteration.iteration)
-app.command(epilog=diff.EPILOG)(diff.diff)
+app.command(epilog=iteration.DIFF_EPILOG)(iteration.diff)
 app.command(epilog=scaling.EPILOG)(scaling.scaling)

@@ -1,7 +1,7 @@
-"""What is shown while a sweep runs: a live picture on a terminal, plain lines elsewhere; always on stderr.
+"""Shows the progress of a sweep on stderr: a live display on a terminal, plain lines elsewhere.
 
-Decides what a user sees of the runs, and that the time left is that of the whole sweep. Starts nothing, prints no
-result. Used by `bench run`, `bench sweep` and `bench rerun`.
+Decides what is shown; the remaining time is that of the whole sweep. Starts nothing, prints no result. Used by `bench
+run`, `bench sweep` and `bench rerun`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.bench.measures import samples_per_s
-from outrider.bench.suite.case import Case
-from outrider.bench.suite.eta import Eta, duration
-from outrider.bench.suite.runs import SuiteRun
+from outrider.bench.suite.runs import Case, SuiteRun
+from outrider.bench.suite.sweep import Eta, duration
 from outrider.cli.progress import ModeView, live, live_lines
 from outrider.errors import OutriderError
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 EPOCH_LINE_EVERY_S = 30.0
-"""A run of hundreds of epochs must show that it lives without filling a log."""
+"""Interval of lines for long runs, so that they show progress without filling a log."""
 
 
 @contextmanager
 def open_sweep_watcher(
     cases: Sequence[Case], console: Console | None = None, *, num_jobs: int = 1
 ) -> Iterator[SweepProgress]:
-    """A live picture where stderr is a terminal, plain lines where it is not."""
+    """A live display if stderr is a terminal, plain lines otherwise."""
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield PlainSweep(cases, console, num_jobs=num_jobs)
@@ -43,7 +42,7 @@ def open_sweep_watcher(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnderWay:
-    """A run that has begun and not ended."""
+    """A running run."""
 
     view: ModeView
     place: str
@@ -52,7 +51,7 @@ class UnderWay:
 
 
 class SweepProgress(abc.ABC):
-    """Where a sweep stands; runs that ended stay as lines."""
+    """The progress of a sweep; finished runs stay as lines."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class SweepProgress(abc.ABC):
         """By the key of the case, in the order they began in."""
         self._told_s = 0.0
 
-    # What the sweep tells
+    # Called by the sweep
 
     def skipped(self, case: Case) -> None:
         self._eta.skipped(case)
@@ -105,14 +104,14 @@ class SweepProgress(abc.ABC):
         self.print(f"{place} {_name(case)}: failed: {error.message}{self._eta_words()}")
 
     def finish(self) -> None:
-        """The sweep is over; nothing that was skipped goes unsaid."""
+        """End of the sweep; reports all skipped runs."""
         self._tell_skipped()
 
-    # What is shown of it
+    # Display
 
     @abc.abstractmethod
     def tell_epoch(self, run: UnderWay) -> None:
-        """An epoch of a run under way has ended."""
+        """An epoch of a running run has ended."""
 
     def print(self, line: str) -> None:
         self._console.print(Text(line))
@@ -152,7 +151,7 @@ class PlainSweep(SweepProgress):
 
 
 class LiveSweep(SweepProgress):
-    """A picture of the run under way, or a line for each where there are several, below the lines of those before."""
+    """A live display of the running run, or a line for each of several, below the lines of finished runs."""
 
     def tell_epoch(self, run: UnderWay) -> None:
         """The picture shows it."""
@@ -164,7 +163,7 @@ class LiveSweep(SweepProgress):
             return Text("")
         left = self._eta_words().removeprefix(", ")
         sweep = f"  sweep: {self._num_ended} of {self._num_cases} runs done"
-        # Of runs beside each other only their epochs are told.
+        # Of parallel runs only their epochs are shown.
         runs = live_lines(under_way[0].view) if self._num_jobs == 1 else [_run_line(run) for run in under_way]
         return Text("\n".join([*runs, f"{sweep}  {left}".rstrip()]), no_wrap=True, overflow="crop")
 

@@ -1,4 +1,4 @@
-"""Completion of what is typed: the script for a shell, and the values that are cheap to know.
+"""Shell completion: the script for a shell, and the values of options that are cheap to compute.
 
 Decides which values are offered; typer speaks with the shells. Called by main, and by the commands for their options.
 """
@@ -9,7 +9,7 @@ import os
 
 import typer
 
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, one_of
 
 SHELLS = ("bash", "zsh", "fish", "pwsh")
 PROGRAM = "outrider"
@@ -18,7 +18,7 @@ INSTRUCTION = "_OUTRIDER_COMPLETE"
 
 
 def answer_shell() -> None:
-    """Make typer ready to answer where a shell asks; otherwise nothing, so that start-up stays quick."""
+    """Set typer up to answer a completion request of a shell; otherwise do nothing, to keep start-up fast."""
     if INSTRUCTION in os.environ:
         from typer._completion_classes import completion_init
 
@@ -30,16 +30,10 @@ def show(shell: str | None) -> None:
     if shell is not None:
         from typer._completion_shared import get_completion_script
 
-        _check_shell(shell)
+        if shell not in SHELLS:
+            raise ConfigError(f"unknown shell {shell!r}", hint=one_of(shell, SHELLS, what="shells"))
         typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=INSTRUCTION, shell=shell))
         raise typer.Exit
-
-
-def _check_shell(shell: str) -> None:
-    if shell not in SHELLS:
-        close = nearest(shell, SHELLS)
-        guess = f"did you mean {close}? " if close else ""
-        raise ConfigError(f"unknown shell {shell!r}", hint=f"{guess}shells are {', '.join(SHELLS)}")
 
 
 def shells(incomplete: str) -> list[str]:
@@ -58,9 +52,9 @@ def devices(incomplete: str) -> list[str]:
 
 def variants(incomplete: str) -> list[str]:
     """The torch variants that are installed."""
-    from outrider.machine.variants import Store
+    from outrider.machine.variants import VariantStore
 
-    return _beginning(incomplete, Store.of_user().names())
+    return _beginning(incomplete, VariantStore.of_user().names())
 
 
 def backends(incomplete: str) -> list[str]:
@@ -81,7 +75,7 @@ def versions(incomplete: str) -> list[str]:
 
 def ways(incomplete: str) -> list[str]:
     """The ways of `outrider setup`."""
-    from outrider.machine.resolve import WAYS
+    from outrider.machine.torch_choice import WAYS
 
     return _beginning(incomplete, WAYS)
 

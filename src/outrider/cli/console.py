@@ -1,6 +1,6 @@
-"""How the command line speaks: data on stdout, talk on stderr, errors as two lines and an exit code.
+"""The output of the command line: data on stdout, messages on stderr, errors as two lines and an exit code.
 
-Decides how an error looks and what it exits with; knows no command. Called by main and by the commands.
+Decides the format and exit code of errors; knows no command. Called by main and by the commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEBUG = "OUTRIDER_DEBUG"
 
 
 def say(text: str) -> None:
-    """Talk to the user; what a program wants to read goes to stdout instead."""
+    """Print a message to stderr; data goes to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -39,7 +39,7 @@ def guarded(command: Callable[[], object]) -> int:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave by way of every `finally`, so that nothing half-made and nobody is left behind."""
+    """Exit through every `finally`, so that no partial files and no processes are left behind."""
     raise SystemExit(EXIT_SIGNAL + number)
 
 
@@ -51,7 +51,7 @@ def error_text(error: OutriderError) -> str:
 
 
 def check_torch() -> None:
-    """For the commands that train; the others work where torch is missing or broken."""
+    """Check for torch, for commands that train; the others work without torch."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:

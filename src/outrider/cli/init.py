@@ -23,7 +23,7 @@ def init(
             "--template",
             metavar="NAME",
             autocompletion=completion.templates,
-            help="loop: your own loop, train: one call, flow: a network as a flow.",
+            help="loop: your own loop, train: one call, flow: a network as a flow, ray: workers of Ray Train.",
         ),
     ] = "loop",
     directory: Annotated[Path, typer.Option("--directory", help="The folder to make it in.")] = Path("."),

@@ -1,22 +1,27 @@
-"""`outrider bench iteration`: how long a training iteration takes, without DDP and on 1, 2, 4 … ranks.
+"""`outrider bench iteration` and `outrider bench diff`: how long an iteration takes, and two such benchmarks compared.
 
-Parses, calls, prints; what is measured and how is in outrider.bench. Progress on stderr, tables on stdout.
+Parses, calls, prints; outrider.bench decides what is measured and how. Progress goes to stderr, tables and comparisons
+to stdout. `diff` needs no torch.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import completion
+from outrider.cli.console import EXIT_ERROR, check_torch, say
+from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.bench.iteration.plan import IterationPlan
-    from outrider.bench.iteration.record import ModelTimings
+    from outrider.bench.diff.compare import Comparison
+    from outrider.bench.iteration.iteration_plan import IterationPlan
+    from outrider.bench.iteration.iteration_record import ModelTimings
     from outrider.machine.devices import DeviceSpec
-    from outrider.runtime.environment import Environment
+    from outrider.world.environment import Environment
 
 EPILOG = "Example: outrider bench iteration --model resnet50 --devices cuda:0,cuda:1 --json now.json"
 
@@ -49,13 +54,11 @@ def iteration(
     ] = None,
 ) -> None:
     """Measure the iteration time of models: one device without DDP, then torch DDP beside our policies."""
-    from outrider.cli.console import check_torch
-
     check_torch()
+    from outrider.bench.iteration.iteration_plan import DEFAULT_MODELS, IterationPlan
+    from outrider.bench.iteration.iteration_text import library
     from outrider.bench.iteration.models import workload_named
-    from outrider.bench.iteration.plan import DEFAULT_MODELS, IterationPlan
-    from outrider.bench.iteration.text import library
-    from outrider.runtime.environment import adopted
+    from outrider.world.environment import adopted
 
     environment = adopted()
     plan = IterationPlan(
@@ -82,15 +85,13 @@ def iteration(
 
 def check_folder(path: Path | None) -> None:
     """Before anything is measured: an hour's work must not end at a folder that is not there."""
-    from outrider.errors import ConfigError
-
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", hint="make the folder first")
 
 
 def _devices(devices: str, environment: Environment | None) -> tuple[DeviceSpec, ...]:
     from outrider.machine.devices import cuda_devices, resolve_devices
-    from outrider.runtime.environment import local_devices
+    from outrider.world.environment import local_devices
 
     if environment is not None:
         return local_devices(environment, devices, cuda_devices=cuda_devices())
@@ -98,9 +99,8 @@ def _devices(devices: str, environment: Environment | None) -> tuple[DeviceSpec,
 
 
 def _run(plan: IterationPlan, environment: Environment | None, json_file: Path | None) -> None:
-    from outrider.bench.iteration.measure import measure, measure_adopted
-    from outrider.bench.iteration.neighbours import ProcessorTime, others_part
-    from outrider.cli.console import say
+    from outrider.bench.iteration.iteration_measure import measure, measure_adopted
+    from outrider.bench.iteration.machine_state import ProcessorTime, others_part
 
     before = ProcessorTime.now()
     if environment is None:
@@ -115,10 +115,15 @@ def _run(plan: IterationPlan, environment: Environment | None, json_file: Path |
 
 
 def _print(plan: IterationPlan, models: list[ModelTimings], others: float | None, json_file: Path | None) -> None:
-    import json
-
-    from outrider.bench.iteration.text import header, iteration_document, library, overheads, render, surroundings
-    from outrider.timeline.files import write_text
+    from outrider.bench.iteration.iteration_text import (
+        header,
+        iteration_document,
+        library,
+        overheads,
+        render,
+        surroundings,
+    )
+    from outrider.timeline.timeline_files import write_text
 
     facts = surroundings(plan, others)
     typer.echo(header(plan, facts, library(plan)))
@@ -127,3 +132,44 @@ def _print(plan: IterationPlan, models: list[ModelTimings], others: float | None
         typer.echo(line)
     if json_file is not None:
         write_text(json_file, json.dumps(iteration_document(plan, models, facts, library(plan)), indent=1))
+
+
+DIFF_EPILOG = "Example: outrider bench diff before.json after.json --fail-above 3%"
+
+
+def diff(
+    baseline: Annotated[Path, typer.Argument(help="The file of the benchmark before.")],
+    test: Annotated[Path, typer.Argument(help="The file of the benchmark after.")],
+    fail_above: Annotated[
+        str | None,
+        typer.Option("--fail-above", metavar="PERCENT", help="Exit with 1 where p75 is slower by more, beyond chance."),
+    ] = None,
+    is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    is_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with the distributions.")
+    ] = None,
+) -> None:
+    """Compare the iteration times in two files; positive differences are faster."""
+    from outrider.bench.diff.compare import compare, parse_percent
+    from outrider.bench.diff.diff_report import document, render, render_markdown, write_diff_page
+    from outrider.bench.iteration.iteration_record import read_iterations
+
+    limit = None if fail_above is None else parse_percent(fail_above)
+    comparison = compare(read_iterations(baseline), read_iterations(test))
+    if is_json:
+        typer.echo(json.dumps(document(comparison), indent=1))
+    else:
+        typer.echo(render_markdown(comparison) if is_markdown else render(comparison))
+    if html is not None:
+        say(f"page: {write_diff_page(comparison, html)}")
+    if limit is not None:
+        _fail_above(comparison, limit)
+
+
+def _fail_above(comparison: Comparison, limit_percent: float) -> None:
+    slower = comparison.slower_than(limit_percent)
+    for row in slower:
+        say(f"slower by more than {limit_percent:g} %: {row.name}, p75 {row.change(75).faster_percent:+.1f} %")
+    if slower:
+        raise typer.Exit(EXIT_ERROR)

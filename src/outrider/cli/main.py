@@ -12,7 +12,22 @@ from typing import Annotated
 import typer
 
 from outrider._version import __version__
-from outrider.cli import bench, completion, demo, diagnose, init, run, setup, timeline, torch
+from outrider.cli import (
+    advise,
+    bench,
+    compare_policies,
+    completion,
+    demo,
+    diagnose,
+    init,
+    replay,
+    run,
+    setup,
+    simulate,
+    timeline,
+    torch,
+    watch,
+)
 from outrider.cli.console import end_by_signal, guarded
 
 EPILOG = "Start with: outrider demo"
@@ -56,6 +71,15 @@ def outrider(
 
 app.command(epilog=demo.EPILOG, short_help="Compare all modes on two unequal devices, offline.")(demo.demo)
 app.command(epilog=diagnose.EPILOG, short_help="What this machine has, and what works on it.")(diagnose.diagnose)
+app.command(epilog=simulate.EPILOG, short_help="What given devices would gain under each policy.")(simulate.simulate)
+app.command(
+    epilog=advise.EPILOG, short_help="Whether the second device is worth it, and how.", context_settings=advise.CONTEXT
+)(advise.advise)
+app.command(
+    epilog=compare_policies.EPILOG,
+    short_help="Which policy reaches a target first, with your script.",
+    context_settings=compare_policies.CONTEXT,
+)(compare_policies.compare)
 app.command(epilog=setup.EPILOG, short_help="Install the torch that fits all cards here.")(setup.setup)
 app.command(epilog=init.EPILOG, short_help="Make a complete training project.")(init.init)
 app.command(epilog=run.EPILOG, short_help="Run a script with this project's torch.", context_settings=run.CONTEXT)(
@@ -64,6 +88,10 @@ app.command(epilog=run.EPILOG, short_help="Run a script with this project's torc
 app.add_typer(torch.app, name="torch", short_help="Torch builds side by side, one active per project.")
 app.add_typer(bench.app, name="bench", short_help="Benchmark the suite's models in every mode, and report.")
 app.command(epilog=timeline.EPILOG, short_help="What happened in a run, and files for other tools.")(timeline.timeline)
+app.command(epilog=replay.EPILOG, short_help="Do a recorded run again, step by step.", context_settings=replay.CONTEXT)(
+    replay.replay
+)
+app.command(epilog=watch.EPILOG, short_help="A page of a run in the browser, live.")(watch.watch)
 
 
 def main() -> None:

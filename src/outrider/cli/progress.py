@@ -1,6 +1,6 @@
-"""What is shown while modes train: a live picture on a terminal, plain lines elsewhere; always on stderr.
+"""Shows the progress of training on stderr: a live display on a terminal, plain lines elsewhere.
 
-Decides what a user sees of the ranks' messages. Starts no run and prints no result. Used by the demo.
+Decides how the ranks' messages are shown. Starts no run and prints no result. Used by the demo.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from outrider.bench.demo import Watcher
+from outrider.bench.demo_tasks import Watcher
 from outrider.bench.measures import samples_per_s
 from outrider.bench.modes import ModeResult
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 _REFRESH_PER_S = 4
-# Weight of the newest speed in the shown one: a rank tells its progress four times a second.
+# Weight of the newest speed in the shown one; ranks report progress four times a second.
 _GAIN = 0.4
 
 
@@ -51,7 +51,7 @@ class RankView:
 
 
 class ModeView:
-    """One mode under way, as its ranks' messages show it."""
+    """A running mode, from its ranks' messages."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ModeView:
             self._saw_epoch(message.fields)
 
     def _saw_progress(self, rank: RankView, fields: dict[str, Any]) -> None:
-        # Messages of the epoch before may arrive after its end was told.
+        # Messages of the previous epoch may arrive after its end.
         if fields["epoch"] < self.epochs_done:
             return
         self.num_samples = fields["num_samples"]
@@ -105,7 +105,7 @@ class ModeView:
 
     @property
     def shares(self) -> list[float] | None:
-        """Each rank's part of this epoch, or of the last where this one has hardly begun."""
+        """Each rank's share of this epoch, or of the last if this one has just begun."""
         if self.samples:
             return [rank.samples / self.samples for rank in self.ranks]
         return list(self.last_epoch["share_by_rank"]) if self.last_epoch else None
@@ -120,7 +120,7 @@ class ModeView:
 
     @property
     def eta_s(self) -> float | None:
-        """Training time left in this mode at the ranks' speed; None where nothing is left or it is not known yet."""
+        """Remaining training time of this mode at the ranks' speed; None if nothing is left or it is not known yet."""
         speeds = [rank.samples_per_s for rank in self.ranks if rank.samples_per_s is not None]
         if self.num_samples is None or len(speeds) < len(self.ranks) or sum(speeds) <= 0:
             return None
@@ -129,7 +129,7 @@ class ModeView:
 
 
 def live_lines(view: ModeView) -> list[str]:
-    """The picture of a mode under way, for 80 columns."""
+    """The live display of a running mode, for 80 columns."""
     epoch = min(view.epochs_done + 1, view.epochs)
     part = f"  {min(1.0, view.samples / view.num_samples):.0%}" if view.num_samples else ""
     head = f"{view.place}  {view.mode}  epoch {epoch}/{view.epochs}{part}"
@@ -179,7 +179,7 @@ def result_line(result: ModeResult) -> str:
 
 @contextmanager
 def open_watcher(epochs: int, console: Console | None = None) -> Iterator[Watcher]:
-    """A live picture where stderr is a terminal, plain lines where it is not."""
+    """A live display if stderr is a terminal, plain lines otherwise."""
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield PlainWatcher(epochs, console)
@@ -190,7 +190,7 @@ def open_watcher(epochs: int, console: Console | None = None) -> Iterator[Watche
 
 
 def live(picture: Callable[[], RenderableType], console: Console) -> Live:
-    """Draws a picture anew as long as it is open; stdout stays alone, it carries the result."""
+    """Redraws the display while it is open; never writes to stdout, which carries the result."""
     return Live(
         get_renderable=picture,
         console=console,
@@ -202,7 +202,7 @@ def live(picture: Callable[[], RenderableType], console: Console) -> Live:
 
 
 class LiveWatcher:
-    """Keeps the picture of the mode under way; modes that ended stay above it as lines."""
+    """Updates the display of the running mode; finished modes stay above it as lines."""
 
     def __init__(self, epochs: int, console: Console) -> None:
         self._epochs = epochs

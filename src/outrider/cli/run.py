@@ -5,17 +5,21 @@ Parses, hands over, and passes the exit code on; the script starts its own ranks
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from outrider.cli import completion
+from outrider.errors import ConfigError
 
 EPILOG = "Example: outrider run --devices cpu,cpu@0.4 train.py --epochs 2"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the script belongs to the script."""
 DEVICES = "OUTRIDER_DEVICES"
+WATCH = "OUTRIDER_WATCH"
 
 
 def run(
@@ -30,18 +34,27 @@ def run(
             help="Devices of the ranks, such as cuda:0,cuda:1 or cpu,cpu@0.4; auto for all.",
         ),
     ] = None,
+    environments: Annotated[
+        str | None,
+        typer.Option(
+            "--environments",
+            metavar="LIST",
+            help="Python environment of each rank, such as here,envs/old; auto: one that serves its card.",
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the live page of every run in it, and print its address.")
+    ] = False,
 ) -> None:
     """Run a script with the active torch variant of this project."""
-    import os
-    import sys
-
-    from outrider.machine.variants import Store, active_interpreter, project_root
+    from outrider.machine.rank_environments import VARIABLE as ENVIRONMENTS
+    from outrider.machine.variants import project_python
 
     _check_script(script)
-    environment = {**os.environ, **_devices(devices)}
-    interpreter = active_interpreter(project_root(Path.cwd()), Store.of_user()) or Path(sys.executable)
-    _check_interpreter(interpreter)
-    command = [str(interpreter), str(script), *context.args]
+    environment = {**os.environ, **_devices(devices), **({WATCH: "1"} if watch else {})}
+    if environments is not None:
+        environment[ENVIRONMENTS] = environments
+    command = [project_python(), str(script), *context.args]
     sys.stdout.flush()
     # Replaced, not started: signals and the exit code reach the script and the shell unchanged.
     os.execve(command[0], command, environment)
@@ -57,20 +70,7 @@ def _devices(devices: str | None) -> dict[str, str]:
     return {DEVICES: devices}
 
 
-def _check_interpreter(path: Path) -> None:
-    from outrider.errors import ConfigError
-
-    if not path.exists():
-        name = path.parent.parent.name
-        raise ConfigError(
-            f"the Python of torch variant {name} is gone: {path}",
-            hint=f"outrider torch remove {name}, then install it again",
-        )
-
-
 def _check_script(script: Path) -> None:
-    from outrider.errors import ConfigError
-
     if not script.is_file():
         raise ConfigError(
             f"there is no script {script}", hint="outrider's own options come before it, the script's after it"

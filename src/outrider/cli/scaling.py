@@ -5,17 +5,20 @@ Parses, calls, prints; the runs and the finding are in outrider.bench. Progress 
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import completion
+from outrider.cli.console import check_torch, say
 from outrider.cli.iteration import check_folder
 
 if TYPE_CHECKING:
-    from outrider.bench.scaling.plan import ScalingPlan
-    from outrider.bench.scaling.record import ScalingRecord
+    from outrider.bench.scaling.scaling_plan import ScalingPlan
+    from outrider.bench.scaling.scaling_record import ScalingRecord
 
 EPILOG = "Example: outrider bench scaling --devices cuda:0,cuda:1 --model resnet34 --json scaling.json"
 
@@ -39,17 +42,15 @@ def scaling(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record as well.")] = None,
 ) -> None:
     """Compare the ways to use several devices on ResNets and CIFAR-10, and say which to use here."""
-    from outrider.cli.console import check_torch
-
     check_torch()
-    from outrider.bench.scaling.measure import check_models
-    from outrider.bench.scaling.plan import DEFAULT_MODELS, WAYS, ScalingPlan
+    from outrider.bench.scaling.scaling_measure import check_models
+    from outrider.bench.scaling.scaling_plan import DEFAULT_MODELS, WAYS, ScalingPlan
     from outrider.machine.devices import cuda_devices, resolve_devices
 
     plan = ScalingPlan(
         models=tuple(model or DEFAULT_MODELS),
         devices=resolve_devices(devices, cuda_devices=cuda_devices()).devices,
-        output=output or _default_output(),
+        output=output or Path("runs") / f"scaling-{datetime.now():%Y%m%d-%H%M%S}",
         ways=WAYS if ways is None else tuple(name.strip() for name in ways.split(",")),
         batch_size=batch_size,
         epochs=epochs,
@@ -62,20 +63,11 @@ def scaling(
     _run(plan, json_file)
 
 
-def _default_output() -> Path:
-    from datetime import datetime
-
-    return Path("runs") / f"scaling-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def _run(plan: ScalingPlan, json_file: Path | None) -> None:
-    import json
-
-    from outrider.bench.scaling.measure import compare_ways
-    from outrider.bench.scaling.record import document
-    from outrider.bench.scaling.text import render
-    from outrider.cli.console import say
-    from outrider.timeline.files import write_text
+    from outrider.bench.scaling.scaling_measure import compare_ways
+    from outrider.bench.scaling.scaling_record import document
+    from outrider.bench.scaling.scaling_text import render
+    from outrider.timeline.timeline_files import write_text
 
     def keep(record: ScalingRecord) -> None:
         if json_file is not None:

@@ -5,17 +5,19 @@ Parses, calls, prints; the decision is in outrider.machine. Needs no working tor
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import completion
+from outrider.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
-    from outrider.machine.facts import Facts
-    from outrider.machine.resolve import Resolution, Way
-    from outrider.machine.variants import Store
+    from outrider.machine.machine_facts import Facts
+    from outrider.machine.torch_choice import TorchChoice, Way
+    from outrider.machine.variants import VariantStore
 
 EPILOG = "Example: outrider setup --dry-run"
 EXIT_NO_WAY = 1
@@ -45,15 +47,15 @@ def setup(
     ] = None,
     facts: Annotated[Path | None, typer.Option("--facts", metavar="FILE", help="Plan for a recorded machine.")] = None,
 ) -> None:
-    """Decide which torch build fits all cards of this machine, say why, and install it.
+    """Choose a torch build that fits all cards of this machine, explain the choice, and install it.
 
-    Exit code 1 where nothing can work here; the ways out are named.
+    Exit code 1 if no build can work here; the output names the alternatives.
     """
-    from outrider.machine import setup as machine
-    from outrider.machine.variants import Store, project_root
+    from outrider.machine import install_plan as machine
+    from outrider.machine.variants import VariantStore, project_root
     from outrider.machine.wheels import load_table
 
-    store = Store.of_user()
+    store = VariantStore.of_user()
     known = recorded_or_here(facts, store)
     resolution = _resolve(known, version=version, way=way, cards=cards)
     plan = machine.make_plan(resolution, facts=known, table=load_table(), store=store, torch=version)
@@ -62,7 +64,8 @@ def setup(
         raise typer.Exit(EXIT_NO_WAY)
     if dry_run:
         return
-    _check_is_here(facts)
+    if facts:
+        raise ConfigError(f"{facts} may be another machine, so nothing is installed", hint="add --dry-run")
     machine.check_possible(plan, known)
     if plan.missing and not yes:
         ask(f"install {' and '.join(step.name for step in plan.missing)}?")
@@ -71,27 +74,23 @@ def setup(
 
 
 def ask(question: str) -> None:
-    """Go on only after a yes; without a terminal there is nobody to ask."""
-    import sys
-
-    from outrider.errors import ConfigError
-
+    """Ask for confirmation; without a terminal nothing is installed."""
     if not sys.stdin.isatty():
         raise ConfigError(f"no terminal to ask on: {question}", hint="pass --yes")
     typer.confirm(question, abort=True, err=True)
 
 
-def recorded_or_here(recorded: Path | None, store: Store) -> Facts:
+def recorded_or_here(recorded: Path | None, store: VariantStore) -> Facts:
     """The facts of a file, or of this machine with the disk that the variants are on."""
     from outrider.machine.detect import detect_machine
-    from outrider.machine.facts import load_facts
+    from outrider.machine.machine_facts import load_facts
     from outrider.machine.variants import existing_folder
 
     return load_facts(recorded) if recorded else detect_machine(existing_folder(store.folder))
 
 
-def _resolve(known: Facts, *, version: str | None, way: str | None, cards: str | None) -> Resolution:
-    from outrider.machine.resolve import resolve
+def _resolve(known: Facts, *, version: str | None, way: str | None, cards: str | None) -> TorchChoice:
+    from outrider.machine.torch_choice import resolve
     from outrider.machine.wheels import check_version, load_table
 
     table = load_table()
@@ -100,32 +99,20 @@ def _resolve(known: Facts, *, version: str | None, way: str | None, cards: str |
 
 
 def _way(text: str | None) -> Way | None:
-    from outrider.errors import ConfigError, nearest
-    from outrider.machine.resolve import WAYS
+    from outrider.machine.torch_choice import WAYS
 
     if text is None:
         return None
     for name in WAYS:
         if name == text:
             return name
-    close = nearest(text, WAYS)
-    guess = f"did you mean {close}? " if close else ""
-    raise ConfigError(f"unknown way {text!r}", hint=f"{guess}ways are {', '.join(WAYS)}")
+    raise ConfigError(f"unknown way {text!r}", hint=one_of(text, WAYS, what="ways"))
 
 
 def _cards(text: str | None) -> list[int] | None:
-    from outrider.errors import ConfigError
-
     if text is None:
         return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--cards takes numbers like 0,1, got {text!r}", hint="see `outrider diagnose`") from error
-
-
-def _check_is_here(recorded: Path | None) -> None:
-    from outrider.errors import ConfigError
-
-    if recorded:
-        raise ConfigError(f"{recorded} may be another machine, so nothing is installed", hint="add --dry-run")

@@ -16,7 +16,7 @@ from outrider.bench.tables import UNKNOWN, number, text_table
 
 if TYPE_CHECKING:
     from outrider.timeline.document import Timeline
-    from outrider.timeline.summary import RankSummary
+    from outrider.timeline.timeline_summary import RankSummary
 
 EPILOG = "Example: outrider timeline runs/20250101-120000-async --export html,perfetto"
 WIDTH = 80
@@ -44,7 +44,7 @@ def timeline(
 
 
 def _summary(loaded: Timeline) -> Iterator[str]:
-    from outrider.timeline.summary import summarize
+    from outrider.timeline.timeline_summary import summarize
 
     ranks = summarize(loaded)
     yield _heading(loaded)
@@ -64,7 +64,9 @@ def _heading(loaded: Timeline) -> str:
         f"{loaded.end_s:.1f} s",
         str(record.get("status", "no record")),
     ]
-    return textwrap.fill(f"{loaded.name}: {', '.join(facts)}", WIDTH)
+    lines = [textwrap.fill(f"{loaded.name}: {', '.join(facts)}", WIDTH)]
+    lines += [textwrap.fill(f"events of rank {rank} are missing: {why}", WIDTH) for rank, why in loaded.missing.items()]
+    return "\n".join(lines)
 
 
 def _work(ranks: Sequence[RankSummary]) -> str:
@@ -101,7 +103,7 @@ def _waits(ranks: Sequence[RankSummary]) -> str:
 
 
 def _anchors(loaded: Timeline) -> Iterator[str]:
-    from outrider.timeline.summary import anchor_history
+    from outrider.timeline.timeline_summary import anchor_history
 
     changes = anchor_history(loaded)
     if not changes:

@@ -6,17 +6,21 @@ Parses, calls, prints; the work is in outrider.machine. Needs no working torch.
 from __future__ import annotations
 
 import json
+import shlex
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli import completion
+from outrider.cli.console import error_text, say
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.machine.build import BuildPlan
-    from outrider.machine.install import Recipe
-    from outrider.machine.variants import Store, Variant
+    from outrider.machine.install import InstallRecipe
+    from outrider.machine.variants import Variant, VariantStore
 
 EPILOG = "Example: outrider torch install auto"
 
@@ -96,7 +100,7 @@ def build(
 ) -> None:
     """Build torch from source, after checking that it can work.
 
-    A dry run exits with 1 where something is missing.
+    A dry run exits with 1 if something is missing.
     """
     from outrider.machine.build import build as make
     from outrider.machine.build import check_met
@@ -116,7 +120,7 @@ def build(
 
 @app.command(epilog="Example: outrider torch activate 2.13-cu126")
 def activate(name: _Name) -> None:
-    """Make a variant the one that this project uses."""
+    """Activate a variant for this project."""
     from outrider.machine.variants import activate as choose
 
     store, project = _places()
@@ -126,7 +130,7 @@ def activate(name: _Name) -> None:
 
 @app.command(epilog="Example: outrider torch remove 2.13-cu126")
 def remove(name: _Name, yes: _Yes = False) -> None:
-    """Remove a variant; asks where this project uses it."""
+    """Remove a variant; asks first if this project uses it."""
     from outrider.machine.variants import deactivate
 
     store, project = _places()
@@ -158,13 +162,10 @@ def info(name: _Name, as_json: _Json = False) -> None:
 
 @app.command(epilog="Example: outrider torch refresh")
 def refresh() -> None:
-    """Ask each variant what it really supports.
+    """Ask each variant for the architectures that it supports.
 
-    Where the wheel table says something else, the difference is shown. Exit code 1 where a variant is broken.
+    Shows differences from the wheel table. Exit code 1 if a variant is broken.
     """
-    from outrider.cli.console import error_text, say
-    from outrider.errors import OutriderError
-
     names = _places()[0].names()
     if not names:
         say(_NONE)
@@ -190,20 +191,20 @@ def _refresh(name: str) -> None:
         typer.echo(f"    {difference}")
 
 
-def _recipe(backend: str, version: str | None, only_torch: bool) -> Recipe:
-    from outrider.machine.install import Recipe
+def _recipe(backend: str, version: str | None, only_torch: bool) -> InstallRecipe:
+    from outrider.machine.install import InstallRecipe
     from outrider.machine.wheels import check_backend, check_version, load_table
 
     table = load_table()
     torch = check_version(version, table) if version else None
     if backend == "auto":
         from outrider.machine.detect import detect_machine
-        from outrider.machine.setup import single_recipe
+        from outrider.machine.install_plan import single_recipe
 
         return single_recipe(detect_machine(Path.cwd()), table, torch=torch, with_outrider=not only_torch)
     wanted = torch or (None if backend.startswith("rocm") else table.preferred)
     check_backend(backend, wanted or table.preferred, table)
-    return Recipe(torch=wanted, backend=backend, with_outrider=not only_torch)
+    return InstallRecipe(torch=wanted, backend=backend, with_outrider=not only_torch)
 
 
 def _build_plan(archs: str, version: str | None, jobs: int | None, recorded: Path | None) -> BuildPlan:
@@ -218,7 +219,7 @@ def _build_plan(archs: str, version: str | None, jobs: int | None, recorded: Pat
     return plan_build(known, table, archs=parse_archs(archs), torch=torch, jobs=jobs)
 
 
-def _show_build(plan: BuildPlan, store: Store) -> None:
+def _show_build(plan: BuildPlan, store: VariantStore) -> None:
     for check in plan.checks:
         _show_check(f"{'ok' if check.is_met else 'missing':<8} {check.what}: {check.detail}")
         if check.hint:
@@ -229,14 +230,10 @@ def _show_build(plan: BuildPlan, store: Store) -> None:
 
 
 def _show_check(text: str) -> None:
-    import textwrap
-
     typer.echo("\n".join(textwrap.wrap(text, 80, subsequent_indent=" " * 9)))
 
 
 def _show_commands(lines: tuple[tuple[str, ...], ...]) -> None:
-    import shlex
-
     typer.echo("\n".join(shlex.join(line) for line in lines))
 
 
@@ -268,7 +265,7 @@ def _active(project: Path) -> str | None:
     return active_variant(project)
 
 
-def _places() -> tuple[Store, Path]:
-    from outrider.machine.variants import Store, project_root
+def _places() -> tuple[VariantStore, Path]:
+    from outrider.machine.variants import VariantStore, project_root
 
-    return Store.of_user(), project_root(Path.cwd())
+    return VariantStore.of_user(), project_root(Path.cwd())

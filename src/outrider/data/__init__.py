@@ -1,1 +1,4 @@
-"""Which sample goes where: permutations, leases from the store, loaders, resident tensors."""
+"""The order of samples, leases of positions, sample readers, resident tensors, and random state.
+
+Decides which sample a position is, and how a batch reaches its device. Called by `rank`, the lab and `api`.
+"""

@@ -1,33 +1,30 @@
-"""Batches that are changed at random on the device, after whatever feed brought them there.
+"""Applies a random augmentation on the device to the batches of another feed.
 
-Decides the key that each sample gets: it depends on (seed, epoch, sample) alone, so the same sample looks the same
-whoever takes it. What is changed is the augmentation's business. Made by make_feed where one is given.
+Decides the key of each sample: it depends on (seed, epoch, sample) only, so a sample looks the same on every rank.
+The augmentation decides what is changed. Created by make_feed if an augmentation is given.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.core.effects import Batch
-from outrider.data.drawer import name_samples
 from outrider.data.keyed import sample_keys
-from outrider.data.parcel import Parcel, parcel_of
+from outrider.data.packed_batch import Feed, PackedBatch, packed_batch_of
+from outrider.data.sample_reader import name_samples
 from outrider.errors import DataError, OutriderError, named
-
-if TYPE_CHECKING:
-    from outrider.data.feed import Feed
+from outrider.policy.effects import Batch
 
 AugmentFunction = Callable[[Any, Tensor], Any]
-"""Makes a batch of a batch on the device and its keys, one int64 per sample; see `data.keyed` for numbers from keys."""
+"""Changes a batch on the device, given one int64 key per sample; `data.keyed` draws random numbers from keys."""
 
 
 class AugmentedFeed:
-    """Another feed's batches, each passed through the augmentation with its samples' keys."""
+    """Passes the batches of another feed through the augmentation, with the keys of their samples."""
 
     def __init__(self, feed: Feed, augment: AugmentFunction, *, device: torch.device, seed: int) -> None:
         self.reason = f"{feed.reason}; augmented on {device}"
@@ -42,6 +39,11 @@ class AugmentedFeed:
     def num_samples(self) -> int:
         return self._feed.num_samples
 
+    @property
+    def plain(self) -> Feed:
+        """The feed without the augmentation."""
+        return self._feed
+
     def start_epoch(self, order: Tensor, epoch: int) -> None:
         self._feed.start_epoch(order, epoch)
         self._order = order
@@ -51,13 +53,13 @@ class AugmentedFeed:
         self._feed.announce(batches)
 
     def fetch(self, batch: Batch) -> Any:
-        return self.parcel(batch).batch()
+        return self.packed_batch(batch).batch()
 
-    def parcel(self, batch: Batch) -> Parcel:
-        """What the feed below makes of the batch, with the keys of its samples."""
-        inner = parcel_of(self._feed, batch)
+    def packed_batch(self, batch: Batch) -> PackedBatch:
+        """The packed batch of the underlying feed, with the keys of its samples."""
+        inner = packed_batch_of(self._feed, batch)
         assert self._keys is not None, "fetch before start_epoch"
-        return Parcel(
+        return PackedBatch(
             inputs=(inner.inputs, self._keys[batch.start : batch.stop]),
             unpack=lambda inputs: self._augmented(inner.unpack(inputs[0]), inputs[1], batch),
         )

@@ -1,54 +1,29 @@
-"""A rank's access to batches by position, and the choice of how they get there.
+"""A rank's access to batches by position, and the choice of the feed.
 
-Decides which feed serves a data set (tensors, in the rank, by workers) and refuses data sets that none can.
+Decides which feed serves a data set (tensors, in the rank, by workers) and refuses data sets that no feed can serve.
 Does not decide which positions a rank takes. Called by the rank driver and the lab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
-from outrider.core.effects import Batch
 from outrider.data.augmented_feed import AugmentedFeed, AugmentFunction
-from outrider.data.drawer import Collate
-from outrider.data.item_feed import ItemFeed
-from outrider.data.table import Table, as_table
-from outrider.data.tensor_feed import TensorFeed, host_feed, resident_feed
-from outrider.data.transfer import to_device
+from outrider.data.loading import LoadedData, Loading
+from outrider.data.packed_batch import Feed
+from outrider.data.sample_reader import Collate, ItemFeed, to_device
+from outrider.data.stream_feed import StreamFeed, is_stream
+from outrider.data.tensor_table import TensorFeed, TensorTable, as_table, host_feed, resident_feed
 from outrider.data.worker_feed import WorkerFeed
 from outrider.errors import ConfigError, DataError
 
 __all__ = ["Feed", "ItemFeed", "TensorFeed", "WorkerFeed", "make_feed", "open_dataset", "to_device"]
 
 Resident = bool | Literal["auto"]
-
-
-class Feed(Protocol):
-    """Batches by position in the epoch's order, collated, on the device."""
-
-    reason: str
-    """Why the data comes this way, in words."""
-
-    @property
-    def num_samples(self) -> int: ...
-
-    def start_epoch(self, order: Tensor, epoch: int) -> None:
-        """Positions count in `order` from now on; what was announced before is forgotten."""
-
-    def announce(self, batches: Iterable[Batch]) -> None:
-        """These come next, in this order: read ahead if you can."""
-
-    def fetch(self, batch: Batch) -> Any:
-        """One batch of at least one sample; one that was never announced is read on the spot."""
-
-    def close(self) -> None:
-        """End what runs beside the rank; safe to call twice."""
 
 
 def make_feed(
@@ -60,16 +35,39 @@ def make_feed(
     collate: Collate | None = None,
     resident: Resident = "auto",
     augment: AugmentFunction | None = None,
+    loading: Loading | None = None,
+    length: int | None = None,
 ) -> Feed:
-    """The feed that serves this data set best; its `reason` says why."""
+    """The best feed for this data set; its `reason` explains the choice. A stream needs its `length`."""
     target = torch.device(device)
+    if isinstance(dataset, LoadedData):
+        dataset, loading = dataset.dataset, dataset.loading
     _check_options(workers=workers, collate=collate, resident=resident)
-    feed = _plain_feed(dataset, device=target, seed=seed, workers=workers, collate=collate, resident=resident)
+    feed: Feed
+    if length is not None and resident is not True:
+        feed = StreamFeed(_open_stream(dataset), length=length, device=target, seed=seed, collate=collate)
+    else:
+        feed = _plain_feed(
+            dataset,
+            device=target,
+            seed=seed,
+            workers=workers,
+            collate=collate,
+            resident=resident,
+            loading=loading or Loading(),
+        )
     return feed if augment is None else AugmentedFeed(feed, augment, device=target, seed=seed)
 
 
 def _plain_feed(
-    dataset: Any, *, device: torch.device, seed: int, workers: int, collate: Collate | None, resident: Resident
+    dataset: Any,
+    *,
+    device: torch.device,
+    seed: int,
+    workers: int,
+    collate: Collate | None,
+    resident: Resident,
+    loading: Loading,
 ) -> Feed:
     opened = open_dataset(dataset)
     table = as_table(opened)
@@ -83,18 +81,35 @@ def _plain_feed(
     source = opened if table is None else table
     if workers == 0:
         reason = f"{_name(opened)} is read in the rank (workers=0)"
-        return ItemFeed(source, device=device, seed=seed, collate=collate, reason=reason)
+        pins = loading.pins_memory and device.type == "cuda"
+        return ItemFeed(source, device=device, seed=seed, collate=collate, reason=reason, pins_memory=pins)
     reason = f"{_name(opened)} is read ahead by workers ({workers})"
-    return WorkerFeed(source, device=device, workers=workers, seed=seed, collate=collate, reason=reason)
+    return WorkerFeed(
+        source, device=device, workers=workers, seed=seed, collate=collate, reason=reason, loading=loading
+    )
+
+
+def _open_stream(dataset: Any) -> Any:
+    """The stream itself, created first if a factory was given."""
+    opened = dataset() if is_factory(dataset) else dataset
+    if not is_stream(opened):
+        raise ConfigError(f"length was given, but {_name(opened)} is not an iterable data set", hint="leave length out")
+    return opened
 
 
 def open_dataset(dataset: Any) -> Any:
-    """The data set itself, made first where a factory was given; refused where its samples cannot be handed out."""
-    opened = dataset() if _is_factory(dataset) else dataset
-    if _is_iterable_style(opened):
+    """The data set itself, created first if a factory was given; refused if its samples have no positions."""
+    opened = dataset() if is_factory(dataset) else dataset
+    if isinstance(opened, DataLoader):
+        raise DataError(
+            "a DataLoader was given as the data set: the samples are handed out here, not by it",
+            hint="pass its data set, and batch_size, shuffle, workers, collate and drop_last beside it",
+        )
+    if is_stream(opened):
         raise DataError(
             f"{_name(opened)} is an iterable-style data set: its samples have no positions to hand out",
-            hint="use a map-style data set with __getitem__ and __len__, or collect the samples into a list",
+            hint="pass length=, the number of its samples in an epoch, or use a map-style data set with __getitem__ "
+            "and __len__",
         )
     if not hasattr(opened, "__getitem__"):
         raise DataError(
@@ -117,15 +132,8 @@ def _length(dataset: Any) -> int:
         ) from error
 
 
-def _is_factory(dataset: Any) -> bool:
+def is_factory(dataset: Any) -> bool:
     return isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__"))
-
-
-def _is_iterable_style(dataset: Any) -> bool:
-    # torch's IterableDataset inherits a __getitem__ that only raises.
-    return isinstance(dataset, IterableDataset | Iterator) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    )
 
 
 def _check_options(*, workers: int, collate: Collate | None, resident: Resident) -> None:
@@ -143,7 +151,7 @@ def _check_options(*, workers: int, collate: Collate | None, resident: Resident)
         )
 
 
-# Where the tensors of a table are kept.
+# The place of the tensors of a table.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +160,7 @@ class _Placement:
     reason: str
 
 
-def _tensor_feed(table: Table, *, device: torch.device, resident: Resident) -> TensorFeed:
+def _tensor_feed(table: TensorTable, *, device: torch.device, resident: Resident) -> TensorFeed:
     placement = _place(table.num_bytes, device=device, resident=resident)
     make = resident_feed if placement.is_resident else host_feed
     return make(table, device=device, reason=placement.reason)
@@ -181,7 +189,7 @@ def _place_where_it_fits(needed_bytes: int, *, free_bytes: int | None, device: t
         return _Placement(
             is_resident=False, reason=f"tensors of {size} stay in host memory: free memory of {device} is not known"
         )
-    # Half is left to the model, its gradients and activations, which are not there yet.
+    # Half is left for the model, its gradients and activations, which are not allocated yet.
     verdict = f"half of the {_in_words(free_bytes)} free on {device}"
     if needed_bytes * 2 > free_bytes:
         return _Placement(is_resident=False, reason=f"tensors of {size} stay in host memory: more than {verdict}")
@@ -189,7 +197,7 @@ def _place_where_it_fits(needed_bytes: int, *, free_bytes: int | None, device: t
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Free memory of an accelerator, or None where it cannot be known."""
+    """Free memory of an accelerator, or None if it is not known."""
     if device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)

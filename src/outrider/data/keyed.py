@@ -1,6 +1,6 @@
 """Random numbers per sample, on the device: a counter-based hash of (seed, epoch, sample) in integer operations.
 
-Decides the keys of an epoch's samples and what is drawn from a key, so that a sample looks the same whoever takes it.
+Decides the keys of an epoch's samples and the numbers drawn from a key, so that a sample looks the same on every rank.
 Uses no generator and never waits for the device. Called by the augmented feed (keys) and by augmentations (numbers).
 """
 
@@ -18,7 +18,7 @@ _NUM_BITS = 24  # as many as a float32 holds exactly
 
 
 def sample_keys(samples: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """The key of each sample (int64, any device) in one epoch: `sample_seed` for all of them at once."""
+    """The key of each sample (int64, any device) in one epoch: a vectorised `sample_seed`."""
     return _mixed(samples, _signed(mix(seed, epoch)))
 
 
@@ -28,7 +28,7 @@ def uniform(keys: Tensor, stream: int) -> Tensor:
 
 
 def below(keys: Tensor, stream: int, bound: int) -> Tensor:
-    """One int64 in 0 to `bound` - 1 per key; `bound` must be small against 2**24 for them to be equally likely."""
+    """One int64 in 0 to `bound` - 1 per key; uniform if `bound` is much smaller than 2**24."""
     return (_bits(keys, stream) * bound) >> _NUM_BITS
 
 

@@ -1,7 +1,7 @@
-"""In which order an epoch's samples come, and the seed of each sample's randomness.
+"""The order of an epoch's samples, and the seed of each sample's randomness.
 
-Decides by hashing alone, so ranks with different torch releases agree without talking to each other.
-Knows neither ranks nor batches. Called by the drivers (order) and by the feeds (sample seeds).
+Uses hashing only, so ranks with different torch releases agree without communication. Knows neither ranks nor
+batches. Called by `rank` and the lab (order) and by the feeds (sample seeds).
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+
+from outrider.errors import DataError
+from outrider.policy.remaining import Remaining
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -31,8 +34,28 @@ def in_order(num_samples: int) -> Tensor:
     return torch.arange(num_samples, dtype=torch.int64)
 
 
+def with_rest(order: Tensor, remaining: Remaining) -> Tensor:
+    """The order of an epoch whose last segment ended early: done positions first, then the remaining ones in order."""
+    if remaining.is_in_order:
+        return order
+    rest = [order[piece.start : piece.stop] for piece in remaining.pieces]
+    # Done positions are only counted; they are not read again.
+    return torch.cat([order[: remaining.position], *rest])
+
+
+def num_kept(num_samples: int, *, drop_last: bool, unit: int) -> int:
+    """Number of samples of an epoch: all, or with drop_last those that fill steps of `unit` samples."""
+    kept = num_samples - num_samples % unit if drop_last else num_samples
+    if not kept:
+        raise DataError(
+            f"drop_last=True leaves nothing of {num_samples} samples: a step of all ranks takes {unit}",
+            hint="lower batch_size, or leave drop_last out",
+        )
+    return kept
+
+
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """64 bits for the augmentation of one sample in one epoch, whoever takes it."""
+    """A 64-bit seed for the augmentation of one sample in one epoch, the same on every rank."""
     return mix(seed, epoch, index)
 
 

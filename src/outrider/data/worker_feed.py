@@ -1,7 +1,7 @@
 """Batches of any map-style data set, read ahead by worker processes.
 
-Decides what the workers do next: the announced batches, in order, and nothing while none is announced.
-Samples are drawn as in ItemFeed, by the same drawer. Chosen by make_feed where workers are asked for.
+Decides what the workers do next: the announced batches, in order. The same sample reader as in ItemFeed reads samples.
+Chosen by make_feed if workers are requested.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from outrider.core.effects import Batch
-from outrider.data.drawer import Collate, Drawer, Request, name_samples
-from outrider.data.item_feed import request_for
-from outrider.data.transfer import to_device
+from outrider.data.loading import Loading
+from outrider.data.sample_reader import Collate, ReadRequest, SampleReader, name_samples, request_for, to_device
 from outrider.errors import DataError, WaitError
+from outrider.policy.effects import Batch
 
 WAIT_LIMIT_S = 600.0
 _CHECK_EVERY_S = 1.0
 
 
 class WorkerFeed:
-    """One DataLoader whose endless sampler yields what was announced; its workers live until close()."""
+    """One DataLoader whose endless sampler yields the announced batches; its workers live until close()."""
 
     def __init__(
         self,
@@ -41,18 +40,20 @@ class WorkerFeed:
         collate: Collate | None = None,
         reason: str = "",
         wait_limit_s: float = WAIT_LIMIT_S,
+        loading: Loading | None = None,
     ) -> None:
         self.reason = reason
         self.num_samples = len(dataset)
-        self._drawer = Drawer(dataset, seed=seed, collate=collate)
+        self._reader = SampleReader(dataset, seed=seed, collate=collate)
         self._device = device
         self._workers = workers
-        self._wait_limit_s = wait_limit_s
+        self._loading = loading or Loading()
+        self._wait_limit_s = self._loading.timeout_s or wait_limit_s
         self._results: Iterator[Any] | None = None
         self._order: Tensor | None = None
         self._epoch = 0
         self._announced: deque[Batch] = deque()
-        # Mirrors what the DataLoader has handed to its workers, oldest first; None where nobody wants the result.
+        # Mirrors the requests that the DataLoader has given to its workers, oldest first; None for unwanted results.
         self._in_flight: deque[Batch | None] = deque()
 
     def start_epoch(self, order: Tensor, epoch: int) -> None:
@@ -69,7 +70,7 @@ class WorkerFeed:
     def fetch(self, batch: Batch) -> Any:
         request = self._request(batch)
         if not self._is_coming(batch):
-            return to_device(self._drawer.draw(request), self._device)
+            return to_device(self._reader.draw(request), self._device)
         drawn = self._receive(batch, request)
         if isinstance(drawn, DataError):
             raise drawn
@@ -78,34 +79,41 @@ class WorkerFeed:
 
     def close(self) -> None:
         if self._results is not None:
-            # Not left to the garbage collector: a traceback may keep the iterator alive, and its processes with it.
+            # Not left to the garbage collector: a traceback may keep the iterator and its processes alive.
             self._results._shutdown_workers()  # type: ignore[attr-defined]
             self._results = None
         self._announced.clear()
         self._in_flight.clear()
 
     def _start_workers(self) -> Iterator[Any]:
+        loading = self._loading
+        # Its own generator: otherwise each start would draw a number from the rank's generator.
+        generator = torch.Generator()
+        if loading.seed is not None:
+            generator.manual_seed(loading.seed)
         loader = DataLoader(
-            _Drawn(self._drawer),
-            batch_size=None,  # the drawer collates
+            _Drawn(self._reader),
+            batch_size=None,  # the reader collates
             sampler=_Endless(self),
             num_workers=self._workers,
             collate_fn=_unchanged,
             pin_memory=self._device.type == "cuda",
             timeout=_CHECK_EVERY_S,
-            # Its own generator: otherwise each start takes a number from the rank's.
-            generator=torch.Generator(),
+            generator=generator,
+            worker_init_fn=loading.worker_init_fn,
+            prefetch_factor=loading.prefetch_factor,
+            multiprocessing_context=loading.multiprocessing_context,
         )
         with _child_signal_kept():
             return iter(loader)
 
-    def _next_request(self) -> Request | None:
-        """Called by the sampler whenever a worker can take something."""
+    def _next_request(self) -> ReadRequest | None:
+        """Called by the sampler when a worker is ready for a request."""
         batch = self._announced.popleft() if self._announced else None
         self._in_flight.append(batch)
         return None if batch is None else self._request(batch)
 
-    def _request(self, batch: Batch) -> Request:
+    def _request(self, batch: Batch) -> ReadRequest:
         assert self._order is not None, "fetch or announce before start_epoch"
         return request_for(batch, order=self._order, epoch=self._epoch)
 
@@ -118,7 +126,7 @@ class WorkerFeed:
             self._announced.popleft()
         return True
 
-    def _receive(self, batch: Batch, request: Request) -> Any:
+    def _receive(self, batch: Batch, request: ReadRequest) -> Any:
         while True:
             received_for = self._in_flight[0]
             drawn = self._next_result(request)
@@ -126,11 +134,11 @@ class WorkerFeed:
                 return drawn
 
     def _make_room(self) -> None:
-        """Swap idle places at the head of the pipeline for announced batches, so that workers begin them now."""
+        """Replace idle requests at the head of the pipeline by announced batches, so that workers start them now."""
         while self._announced and self._in_flight and self._in_flight[0] is None:
             self._next_result(self._request(self._announced[0]))
 
-    def _next_result(self, request: Request) -> Any:
+    def _next_result(self, request: ReadRequest) -> Any:
         assert self._results is not None
         deadline_s = time.monotonic() + self._wait_limit_s
         while True:
@@ -144,41 +152,41 @@ class WorkerFeed:
                 if time.monotonic() > deadline_s:
                     raise self._waited_too_long(request) from error
 
-    def _worker_lost(self, request: Request) -> DataError:
+    def _worker_lost(self, request: ReadRequest) -> DataError:
         return DataError(
             f"a data worker (of {self._workers}) ended unexpectedly before {name_samples(request.indices)} came",
             hint="it crashed or ran out of memory; workers=0 reads the data in the rank and shows the error itself",
         )
 
-    def _waited_too_long(self, request: Request) -> WaitError:
+    def _waited_too_long(self, request: ReadRequest) -> WaitError:
         return WaitError(
             f"waited {self._wait_limit_s:g} s for the data workers to read {name_samples(request.indices)}",
             hint="workers=0 reads the data in the rank and shows where it hangs",
         )
 
 
-class _Endless(Sampler[Request | None]):
-    """Yields the next announced batch, or None at once: a DataLoader that asks must never wait here."""
+class _Endless(Sampler[ReadRequest | None]):
+    """Yields the next announced batch, or None without waiting, because the DataLoader must never block here."""
 
     def __init__(self, feed: WorkerFeed) -> None:
         self._feed = feed
 
-    def __iter__(self) -> Iterator[Request | None]:
+    def __iter__(self) -> Iterator[ReadRequest | None]:
         while True:
             yield self._feed._next_request()
 
 
 class _Drawn(Dataset[Any]):
-    """What a worker sees as its data set: batches by request, errors as values so that they keep their words."""
+    """The data set of a worker: returns batches by request, and errors as values so that their messages survive."""
 
-    def __init__(self, drawer: Drawer) -> None:
-        self._drawer = drawer
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
 
-    def __getitem__(self, request: Request | None) -> Any:
+    def __getitem__(self, request: ReadRequest | None) -> Any:
         if request is None:
             return None
         try:
-            return self._drawer.draw(request)
+            return self._reader.draw(request)
         except DataError as error:
             return error
 
@@ -189,7 +197,7 @@ def _unchanged(batch: Any) -> Any:
 
 @contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """Undo the SIGCHLD handler of torch's DataLoader, which would raise in the middle of whatever the rank is doing."""
+    """Remove the SIGCHLD handler of torch's DataLoader, which would raise at an arbitrary place in the rank."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return

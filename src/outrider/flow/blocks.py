@@ -1,7 +1,7 @@
 """The steps of a flow that are more than a call: repetition, mixture, routing, mapping.
 
-Each is an ordinary module; wiring is left to `emit`, checking of counts to `resolve`. Made by `Flow`.
-Python branches on data live in functions wrapped for torch.fx, so that tracing takes them whole.
+Decides how each computes, and whether a module treats every sample alone, so that many calls may be one call with a
+larger batch: by known types only; a module of your own says `treats_samples_alone = True`. Made by `Flow`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from outrider.errors import ConfigError
-from outrider.flow.samples import mixes_samples, treats_samples_alone
+
+_LAYERS = (
+    nn.Identity, nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Unflatten,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d,
+    nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d,
+    nn.Dropout, nn.Dropout2d, nn.AlphaDropout,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+    nn.Softsign, nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid,
+    nn.GRUCell, nn.RNNCell, nn.LSTMCell,
+    nn.Sequential, nn.ModuleList, nn.ModuleDict,
+)  # fmt: skip
+
+
+def treats_samples_alone(module: nn.Module) -> bool:
+    """Whether every part of a module treats the samples of a batch independently."""
+    return all(_is_alone(part) for part in module.modules())
+
+
+def mixes_samples(module: nn.Module) -> bool:
+    """Whether statistics of the batch affect its samples, as in batch normalisation."""
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+
+def _is_alone(part: nn.Module) -> bool:
+    if isinstance(part, nn.Flatten):
+        return part.start_dim >= 1
+    if isinstance(part, nn.Softmax | nn.LogSoftmax):
+        return part.dim not in (None, 0)
+    return type(part) in _LAYERS or bool(getattr(part, "treats_samples_alone", False))
+
 
 Condition = Callable[[Any], Any]
 
@@ -57,36 +89,31 @@ class Repeat(nn.Module):
         return f"times={self.times}"
 
 
-class RepeatUntil(nn.Module):
-    """The same module until a condition holds, at least once; a condition per sample stops each by itself."""
+class ConditionalRepeat(nn.Module):
+    """The same module, as often as a condition says; a condition per sample stops each by itself."""
 
     def __init__(self, body: nn.Module, condition: Condition, *, at_most: int) -> None:
         super().__init__()
         self.body = body
         self.condition = condition
         self.at_most = at_most
+
+    def extra_repr(self) -> str:
+        return f"at_most={self.at_most}"
+
+
+class RepeatUntil(ConditionalRepeat):
+    """Until the condition holds, at least once."""
 
     def forward(self, stream: Any, *further: Any) -> Any:
         return repeat_until(self, stream, *further)
 
-    def extra_repr(self) -> str:
-        return f"at_most={self.at_most}"
 
-
-class RepeatWhile(nn.Module):
-    """The same module while a condition holds, perhaps never; a condition per sample stops each by itself."""
-
-    def __init__(self, body: nn.Module, condition: Condition, *, at_most: int) -> None:
-        super().__init__()
-        self.body = body
-        self.condition = condition
-        self.at_most = at_most
+class RepeatWhile(ConditionalRepeat):
+    """While the condition holds, perhaps never."""
 
     def forward(self, stream: Any, *further: Any) -> Any:
         return repeat_while(self, stream, *further)
-
-    def extra_repr(self) -> str:
-        return f"at_most={self.at_most}"
 
 
 def repeat_until(block: RepeatUntil, stream: Any, *further: Any) -> Any:
@@ -155,7 +182,7 @@ def mix(scores: Tensor, results: list[Tensor]) -> Tensor:
 
 
 class Switch(nn.Module):
-    """Hard routing: each sample goes through the branch with its highest score, or with its index, alone."""
+    """Hard routing: each sample passes only the branch with its highest score, or with its index."""
 
     treats_samples_alone = True
 
@@ -222,7 +249,7 @@ def _require_all_routed(routed: int, choice: Tensor, num_branches: int) -> None:
 
 
 class MapElements(nn.Module):
-    """A module over the elements (dimension 1) of every sample; one batched call where samples are treated alone."""
+    """A module over the elements (dimension 1) of every sample; one batched call if samples are independent."""
 
     treats_samples_alone = True
 
@@ -247,7 +274,7 @@ def map_in_turn(block: MapElements, elements: Tensor, *further: Tensor) -> Tenso
 
 
 class MapSlices(nn.Module):
-    """A module over equal slices of a dimension, put together again; batched where samples are treated alone."""
+    """A module over equal slices of a dimension, concatenated again; one batched call if samples are independent."""
 
     treats_samples_alone = True
 

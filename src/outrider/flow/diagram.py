@@ -1,4 +1,4 @@
-"""A graph as boxes and arrows, before anyone decides where they go or how they look.
+"""A graph as boxes and arrows, without coordinates and style.
 
 Decides what is drawn: a residual is a box and a join, a split a box for each branch. Read by `layout`, `svg`, `text`.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from outrider.flow.blocks import Call, Repeat, RepeatUntil, RepeatWhile
-from outrider.flow.plan import STATE_MARK, Node
+from outrider.flow.blocks import Call, ConditionalRepeat, Repeat
+from outrider.flow.emit import Wired
 from outrider.flow.profile import Profile
 from outrider.flow.specs import describe
-from outrider.flow.wired import Wired
+from outrider.flow.wiring import STATE_MARK, Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A value on its way; a state goes against the flow, to the next forward."""
+    """A value between two boxes; a state points backwards, to the next forward."""
 
     source: str
     target: str
@@ -52,7 +52,7 @@ class Diagram:
 
 
 def diagram_of(graph: Wired, profile: Profile | None = None) -> Diagram:
-    """The boxes and arrows of a graph, with the heat of a profile where one is given."""
+    """The boxes and arrows of a graph, with the times of a profile if one is given."""
     plan = graph.plan
     boxes = [Box(name=name, kind="input", lines=_lines(name, _shape(graph, name))) for name in plan.inputs]
     for node in plan.nodes:
@@ -84,7 +84,7 @@ def _boxes(graph: Wired, node: Node, profile: Profile | None) -> Iterator[Box]:
 
 
 def _residual_boxes(graph: Wired, node: Node, parts: nn.ModuleDict, profile: Profile | None) -> Iterator[Box]:
-    """The body, the skip where there is one, and the join; the time is that of all three."""
+    """The body, the skip if there is one, and the join; the time is that of all three."""
     heat = _heat(profile, node.name)
     lines = _lines(node.name, _what(node, parts["body"]), _shape(graph, f"{node.name}.body"), _time(profile, node.name))
     yield Box(name=f"{node.name}.body", kind="also", lines=lines, node=node.name, heat=heat)
@@ -125,8 +125,8 @@ def _deliveries(node: Node) -> Iterator[tuple[str, str]]:
 
 
 def _what(node: Node, module: Any) -> str:
-    """The class of the module that does the work, or the node's note where it says more, and the parameters."""
-    if isinstance(module, Repeat | RepeatUntil | RepeatWhile):
+    """The class of the module, or the node's note if it says more, and the number of parameters."""
+    if isinstance(module, Repeat | ConditionalRepeat):
         text = f"loop {node.note}: {class_of(module.body)}"
     elif node.kind in ("gate", "switch", "map"):
         text = f"{node.kind}: {node.note}"

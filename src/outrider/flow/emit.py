@@ -1,6 +1,7 @@
-"""From the plan of a flow to code: a torch.fx graph, and the Python function written from it.
+"""Generates code from the wiring of a flow: a torch.fx graph, a Python function, and the module that runs it.
 
-Decides the order of calls; nothing of the plan is looked at when the function runs. Called when a graph is made.
+Decides the order of calls and the names in the code. `Wired` holds the parts of a flow, its wiring and its recurrent
+states. Called by name resolution and by all modules that read a graph.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import functools
 import hashlib
 import linecache
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from outrider.flow.functions import function_at
-from outrider.flow.plan import STATE_MARK, Node, Plan
+from outrider.flow.draft import function_at
+from outrider.flow.wiring import STATE_MARK, Node, Size, State, Wiring
 
 NODE_KEY = "flow_node"
 """In the meta of an fx node: the name of the flow's node it belongs to."""
@@ -41,7 +42,7 @@ class Join:
 class Emission:
     """The fx graph so far, and where in it each value of the plan is."""
 
-    plan: Plan
+    plan: Wiring
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class Emission:
         return made
 
 
-def emit(plan: Plan) -> fx.Graph:
+def emit(plan: Wiring) -> fx.Graph:
     """The calls of a plan, in order, as a torch.fx graph."""
     emission = Emission(plan=plan)
     emission.values |= {name: emission.graph.placeholder(name) for name in plan.inputs}
@@ -121,14 +122,14 @@ def _emit_merge(emission: Emission, node: Node) -> fx.Node:
 
 
 @functools.lru_cache(maxsize=256)
-def source_of(plan: Plan) -> str:
+def source_of(plan: Wiring) -> str:
     """The Python text of forward."""
     return str(emit(plan).python_code("self").src).strip() + "\n"
 
 
 @functools.lru_cache(maxsize=256)
-def forward_of(plan: Plan) -> Callable[..., Any]:
-    """The function itself; its text is left where tracebacks and debuggers look for it."""
+def forward_of(plan: Wiring) -> Callable[..., Any]:
+    """Compile the function; its source is registered for tracebacks and debuggers."""
     source, scope = source_of(plan), dict(emit(plan).python_code("self").globals)
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     filename = f"<outrider flow {plan.name} {digest}>"
@@ -136,3 +137,54 @@ def forward_of(plan: Plan) -> Callable[..., Any]:
     exec(compile(source, filename, "exec"), scope)
     forward: Callable[..., Any] = scope["forward"]
     return forward
+
+
+class Wired(nn.Module):
+    """The parts of a flow, registered under the names of its nodes."""
+
+    def __init__(self, plan: Wiring, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.shapes: dict[str, Any] = {}
+        """What each value and each inner module gave in the last shape check; empty before."""
+        for name, module in modules.items():
+            self.add_module(name, module)
+        if plan.states:
+            sizes = {wire.tag: None if wire.size is None else Size(wire.size) for wire in plan.states}
+            self.states = nn.ModuleDict({tag: State(tag, size) for tag, size in sizes.items()})
+
+    @property
+    def code(self) -> str:
+        """The Python text of forward, as it runs."""
+        return source_of(self.plan)
+
+    @property
+    def treats_samples_alone(self) -> bool:
+        """No state, and nothing merged along the batch; the parts answer for themselves."""
+        return not self.plan.states and all(node.dim != 0 for node in self.plan.nodes)
+
+    def to_fx(self) -> fx.GraphModule:
+        """The same modules under a torch.fx graph, for passes that want one."""
+        return fx.GraphModule(self, emit(self.plan), class_name="Flow")
+
+    def reset_state(self) -> None:
+        """Let every recurrent state, also in nested flows, begin at zeros again."""
+        for state in states_in(self):
+            state.reset()
+
+    def detach_state(self) -> None:
+        """Keep every state but forget how it came about: the end of backpropagation through time."""
+        for state in states_in(self):
+            state.detach()
+
+
+def state_of(graph: Wired, tag: str) -> State:
+    """The state that holds a tag."""
+    state = graph.states[tag]
+    assert isinstance(state, State)
+    return state
+
+
+def states_in(module: nn.Module) -> Iterator[State]:
+    """Every recurrent state of a module and its parts."""
+    return (part for part in module.modules() if isinstance(part, State))

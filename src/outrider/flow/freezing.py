@@ -1,6 +1,6 @@
 """Which parameters train: freezing and thawing by path.
 
-Decides what a path means; BatchNorm statistics and dropout follow train() and eval() as ever. Called by `Graph`.
+Decides what a path means; BatchNorm statistics and dropout follow train() and eval() as usual. Called by `Graph`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, did_you_mean
 
 
 def freeze(module: nn.Module, paths: Sequence[str]) -> None:
@@ -43,10 +43,6 @@ def module_at(module: nn.Module, path: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     if path not in modules:
         known = [*modules, *dict(module.named_parameters())]
-        close = nearest(path, known)
         top = ", ".join(name for name, _ in module.named_children())
-        raise ConfigError(
-            f"nothing is at path {path!r}",
-            hint=f"did you mean {close!r}?" if close else f"the top is {top}",
-        )
+        raise ConfigError(f"nothing is at path {path!r}", hint=did_you_mean(path, known, otherwise=f"the top is {top}"))
     return modules[path]

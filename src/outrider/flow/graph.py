@@ -1,6 +1,6 @@
-"""The module that a flow becomes: runs its own emitted code, and shows, measures, freezes, saves and loads itself.
+"""The module of a built flow: runs its generated code, and has methods to draw, profile, freeze, save and load it.
 
-Decides nothing about wiring; each method hands over to the file of that name. Made by `Flow.build`, used by users.
+Decides nothing about wiring; each method calls the module of its subject. Created by `Flow.build`, used by users.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from outrider.flow import files, freezing
+from outrider.flow import freezing
+from outrider.flow import graph_files as files
 from outrider.flow.diagram import diagram_of
-from outrider.flow.emit import forward_of
-from outrider.flow.files import LoadReport
-from outrider.flow.picture import draw_to
-from outrider.flow.plan import Plan
+from outrider.flow.emit import Wired, forward_of
+from outrider.flow.graph_drawing import draw_to, to_dot, to_mermaid
+from outrider.flow.graph_files import LoadReport, structure_hash
+from outrider.flow.graph_summary import summary
 from outrider.flow.profile import Profile, profile
-from outrider.flow.shapes import learn_shapes
-from outrider.flow.structure import structure_hash
-from outrider.flow.summary import summary
-from outrider.flow.text import to_dot, to_mermaid
-from outrider.flow.trees import leaves
-from outrider.flow.wired import Wired
+from outrider.flow.shape_inference import learn_shapes
+from outrider.flow.wiring import Wiring
 
 
 class Graph(Wired):
@@ -35,7 +33,7 @@ class Graph(Wired):
     _first_check: RemovableHandle
 
     @staticmethod
-    def of(plan: Plan, modules: Mapping[str, nn.Module]) -> Graph:
+    def of(plan: Wiring, modules: Mapping[str, nn.Module]) -> Graph:
         """A graph of a plan; `Flow.build` has checked that they fit."""
         graph = _class_of(plan)(plan, modules)
         graph._first_check = graph.register_forward_pre_hook(_check_first_forward, with_kwargs=True)
@@ -101,11 +99,11 @@ class Graph(Wired):
 
 
 @functools.lru_cache(maxsize=256)
-def _class_of(plan: Plan) -> type[Graph]:
+def _class_of(plan: Wiring) -> type[Graph]:
     return type("Graph", (Graph,), {"forward": forward_of(plan), "__module__": Graph.__module__})
 
 
-def _blank(plan: Plan) -> Graph:
+def _blank(plan: Wiring) -> Graph:
     made = _class_of(plan)
     return made.__new__(made)
 
@@ -113,7 +111,7 @@ def _blank(plan: Plan) -> Graph:
 def _check_first_forward(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Check shapes with the first real inputs, then step aside: later forwards cost nothing extra."""
     assert isinstance(module, Graph)
-    if torch.compiler.is_compiling() or any(isinstance(leaf, fx.Proxy) for leaf in leaves([inputs, named])):
+    if torch.compiler.is_compiling() or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves([inputs, named])):
         return
     if not module.shapes:
         learn_shapes(module, inputs, named)

@@ -1,6 +1,6 @@
-"""How long each node of a graph takes, forward and backward, each by itself.
+"""Measures the forward and backward time of each node of a graph.
 
-Measures on a copy, so that statistics, states and gradients of the graph stay as they are. Called by `Graph.profile`.
+Measures on a copy, so that statistics, states and gradients of the graph do not change. Called by `Graph.profile`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider.errors import ConfigError
-from outrider.flow.emit import NODE_KEY, VALUE_KEY
-from outrider.flow.trees import leaves, map_leaves
-from outrider.flow.wired import Wired
+from outrider.flow.emit import NODE_KEY, VALUE_KEY, Wired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,7 @@ class Profile:
 
 
 @dataclass(kw_only=True, slots=True)
-class Stopwatch:
+class NodeStopwatch:
     """Samples of one node, in milliseconds."""
 
     forward_ms: list[float] = field(default_factory=list)
@@ -75,7 +74,7 @@ def profile(graph: Wired, inputs: Sequence[Any], *, repeats: int) -> Profile:
     twin.zero_grad(set_to_none=True)
     twin(*inputs)
     Timed(twin).run(*inputs)
-    watches = {value: Stopwatch() for node in graph.plan.nodes for value in node.makes}
+    watches = {value: NodeStopwatch() for node in graph.plan.nodes for value in node.makes}
     for _ in range(repeats):
         run = Timed(twin)
         run.run(*inputs)
@@ -86,7 +85,7 @@ def profile(graph: Wired, inputs: Sequence[Any], *, repeats: int) -> Profile:
     return Profile(nodes=tuple(times), repeats=repeats)
 
 
-def _median(name: str, watch: Stopwatch) -> NodeTime:
+def _median(name: str, watch: NodeStopwatch) -> NodeTime:
     return NodeTime(
         node=name,
         forward_ms=statistics.median(watch.forward_ms),
@@ -99,17 +98,17 @@ class Timed(fx.Interpreter):
 
     def __init__(self, graph: Wired) -> None:
         super().__init__(graph.to_fx())
-        self.watches: dict[str, Stopwatch] = {}
+        self.watches: dict[str, NodeStopwatch] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if NODE_KEY not in n.meta:
             return super().run_node(n)
-        watch = self.watches.setdefault(n.meta.get(VALUE_KEY, n.meta[NODE_KEY]), Stopwatch())
+        watch = self.watches.setdefault(n.meta.get(VALUE_KEY, n.meta[NODE_KEY]), NodeStopwatch())
         started = _now_ms()
         result = super().run_node(n)
         watch.forward_ms.append(_now_ms() - started)
         watch.backward_ms.append(_backward_ms(result))
-        return map_leaves(_fresh, result)
+        return tree_map(_fresh, result)
 
 
 def _fresh(leaf: Any) -> Any:
@@ -117,7 +116,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _backward_ms(result: Any) -> float:
-    outputs = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     if not outputs:
         return 0.0
     gradients = [torch.ones_like(output) for output in outputs]
@@ -127,7 +126,7 @@ def _backward_ms(result: Any) -> float:
 
 
 def _now_ms() -> float:
-    """The clock, after the device has done what it was given."""
+    """The current time, after waiting for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() * 1e3

@@ -1,12 +1,12 @@
-"""What a value looks like without its numbers, and what a module makes of such values.
+"""Specs of values (shape and dtype without data), and the effect of modules on them.
 
-Decides by running the module on fake tensors, which allocate and compute nothing; where a module cannot take these,
-a copy of it runs on zeros. Called by `shapes`.
+Decides how many inputs a module can take and what it returns. Called by name resolution and shape inference.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider.errors import OutriderError
-from outrider.flow.draft import Fault
-from outrider.flow.trees import leaves, map_leaves
-from outrider.flow.wired import states_in
+from outrider.flow.blocks import Call, function_name
+from outrider.flow.draft import Draft, Mistake
+from outrider.flow.emit import states_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Spec:
 
 
 class Unknown:
-    """A value of which nothing is known, because what makes it failed."""
+    """An unknown value, because the node that computes it failed."""
 
 
 UNKNOWN = Unknown()
@@ -47,22 +48,22 @@ UNKNOWN = Unknown()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """What a module gave, what its inner modules gave by path, and what went wrong."""
+    """The outputs of a module, the outputs of its inner modules by path, and the error, if any."""
 
     result: Any
     inner: Mapping[str, Any] = field(default_factory=dict)
-    fault: Fault | None = None
+    fault: Mistake | None = None
 
 
 def spec_tree(value: Any) -> Any:
     """The same value with specs in place of tensors."""
-    return map_leaves(
+    return tree_map(
         lambda leaf: Spec(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf, value
     )
 
 
 def describe(tree: Any) -> str:
-    """A value for people: 8×16×32×32, (8×16, 8×16), or the type of what is no tensor."""
+    """A value as text: 8×16×32×32, (8×16, 8×16), or the type of an object that is no tensor."""
     if isinstance(tree, list | tuple):
         return f"({', '.join(describe(branch) for branch in tree)})"
     if isinstance(tree, dict):
@@ -71,7 +72,7 @@ def describe(tree: Any) -> str:
 
 
 def evaluate(target: Callable[..., Any], arguments: Sequence[Any]) -> Evaluated:
-    """What a module or a function makes of values that are given as specs."""
+    """The outputs of a module or function for inputs that are given as specs."""
     try:
         return _evaluate_fake(target, arguments)
     except Exception:  # the module may fail, or only dislike fake tensors: zeros tell which
@@ -84,7 +85,7 @@ def evaluate(target: Callable[..., Any], arguments: Sequence[Any]) -> Evaluated:
 
 def _evaluate_fake(target: Callable[..., Any], arguments: Sequence[Any]) -> Evaluated:
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        values = map_leaves(_zeros_of, list(arguments))
+        values = tree_map(_zeros_of, list(arguments))
         if not isinstance(target, nn.Module):
             return Evaluated(result=spec_tree(target(*values)))
         tensors = {**dict(target.named_parameters()), **dict(target.named_buffers())}
@@ -95,8 +96,8 @@ def _evaluate_fake(target: Callable[..., Any], arguments: Sequence[Any]) -> Eval
 
 
 def _evaluate_zeros(target: Callable[..., Any], arguments: Sequence[Any]) -> Evaluated:
-    values = map_leaves(_zeros_of, list(arguments))
-    devices = {leaf.device for leaf in leaves(values) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    values = tree_map(_zeros_of, list(arguments))
+    devices = {leaf.device for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
         if not isinstance(target, nn.Module):
             return Evaluated(result=spec_tree(target(*values)))
@@ -136,10 +137,62 @@ def _states_untouched(module: nn.Module) -> Iterator[None]:
             state.value = value
 
 
-def _fault_of(target: Callable[..., Any], arguments: Sequence[Any], error: Exception) -> Fault:
+def _fault_of(target: Callable[..., Any], arguments: Sequence[Any], error: Exception) -> Mistake:
     if isinstance(error, OutriderError):
-        return Fault(error.message, error.hint or "see the message")
+        return Mistake(error.message, error.hint or "see the message")
     name = type(target).__name__ if isinstance(target, nn.Module) else getattr(target, "__name__", "a function")
     given = ", ".join(describe(argument) for argument in arguments)
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return Fault(f"{name} fails on {given}: {first_line}", "check the sizes on both sides of this node")
+    return Mistake(f"{name} fails on {given}: {first_line}", "check the sizes on both sides of this node")
+
+
+_ONLY_STREAM = ("skip", "experts", "branches")
+"""Parts that see the stream but not the tags given with `using`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arity:
+    """The number of inputs of a module; no limit if most is None."""
+
+    least: int
+    most: int | None
+
+    def accepts(self, count: int) -> bool:
+        return self.least <= count and (self.most is None or count <= self.most)
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"at least {self.least} input{'' if self.least == 1 else 's'}"
+        if self.least == self.most:
+            return f"{self.least} input{'' if self.least == 1 else 's'}"
+        return f"{self.least} to {self.most} inputs"
+
+
+def fault_of_calls(draft: Draft, parts: Mapping[str, nn.Module], num_takes: int) -> Iterator[Mistake]:
+    """A fault for every part that is fed a wrong number of inputs."""
+    for part, module in parts.items():
+        count = num_takes if part.startswith(_ONLY_STREAM) else num_takes + len(draft.uses)
+        arity = arity_of(module)
+        if arity is not None and not arity.accepts(count):
+            yield _fault(module, arity, count, draft)
+
+
+def arity_of(module: nn.Module) -> Arity | None:
+    """The positional inputs of a module's forward; None if Python cannot determine them."""
+    call = module.function if isinstance(module, Call) else module.forward
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return Arity(sum(p.default is p.empty for p in positional), None if has_rest else len(positional))
+
+
+def _fault(module: nn.Module, arity: Arity, count: int, draft: Draft) -> Mistake:
+    name = function_name(module.function) if isinstance(module, Call) else type(module).__name__
+    fed = ", ".join(["the stream", *(repr(tag) for tag in draft.uses)])
+    way_out = "feed the rest with using(...)" if count < arity.least else "leave some out of using(...)"
+    if draft.kind == "merge":
+        fed, way_out = f"{len(draft.takes)} streams, {len(draft.uses)} tags", "give a function of as many inputs"
+    return Mistake(f"{name} takes {arity}, the flow feeds it {count} ({fed})", way_out)

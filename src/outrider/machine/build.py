@@ -15,11 +15,10 @@ from pathlib import Path
 
 from outrider.errors import ConfigError
 from outrider.machine import codec
-from outrider.machine.facts import Facts, Toolkit
-from outrider.machine.install import find_uv, outrider_requirement
-from outrider.machine.stage import inspect_variant, run_step, staging
-from outrider.machine.variants import RECORD, Store, Variant
-from outrider.machine.wheels import Table, version_of
+from outrider.machine.install import find_uv, inspect_variant, outrider_requirement, run_step, staging
+from outrider.machine.machine_facts import Facts, Toolkit
+from outrider.machine.variants import RECORD, Variant, VariantStore
+from outrider.machine.wheels import WheelTable, version_of
 
 REPOSITORY = "https://github.com/pytorch/pytorch"
 JOB_BYTES = 4 * 2**30
@@ -92,7 +91,7 @@ def parse_archs(text: str) -> tuple[str, ...]:
     return archs
 
 
-def plan_build(facts: Facts, table: Table, *, archs: tuple[str, ...], torch: str, jobs: int | None) -> BuildPlan:
+def plan_build(facts: Facts, table: WheelTable, *, archs: tuple[str, ...], torch: str, jobs: int | None) -> BuildPlan:
     """What a build would do here, with every check made."""
     chosen = jobs or _fitting_jobs(facts)
     toolkit = _fitting_toolkit(facts, table, archs)
@@ -114,7 +113,7 @@ def check_met(plan: BuildPlan) -> None:
         )
 
 
-def build(plan: BuildPlan, store: Store) -> Variant:
+def build(plan: BuildPlan, store: VariantStore) -> Variant:
     """Run a build whose checks are all met, or raise and leave nothing."""
     check_met(plan)
     uv = find_uv()
@@ -134,7 +133,7 @@ def _fitting_jobs(facts: Facts) -> int:
     return max(1, min(threads, by_memory))
 
 
-def _fitting_toolkit(facts: Facts, table: Table, archs: tuple[str, ...]) -> Toolkit | None:
+def _fitting_toolkit(facts: Facts, table: WheelTable, archs: tuple[str, ...]) -> Toolkit | None:
     fitting = [item for item in facts.toolkits if all(table.targets(item.version, arch) for arch in archs)]
     return max(fitting, key=lambda item: version_of(item.version), default=None)
 

@@ -1,4 +1,4 @@
-"""Reads graphics cards and their kernel driver from /proc and /sys, where NVML is missing or tells only part.
+"""Reads graphics cards and their kernel driver from /proc and /sys, for facts that NVML does not report.
 
 Decides nothing; `root` is the file system to read, so that recorded trees can be read too. Called by detect.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.machine.capability import capability_by_name
-from outrider.machine.facts import Driver, Flavour, Gpu, Vendor
+from outrider.machine.machine_facts import Flavour, Gpu, GpuDriver, Vendor
+from outrider.machine.wheels import capability_by_name
 
 _VENDORS: dict[str, Vendor] = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
 _PCI_ID_FILES = ("usr/share/misc/pci.ids", "usr/share/hwdata/pci.ids")
@@ -22,8 +22,8 @@ def cards_on_bus(root: Path) -> tuple[Gpu, ...]:
     """Every NVIDIA and AMD display card on the PCI bus, numbered per vendor in bus order."""
     found: list[Gpu] = []
     for folder in sorted(_folders(root / "sys/bus/pci/devices")):
-        vendor = _VENDORS.get(_read(folder / "vendor") or "")
-        if vendor not in ("nvidia", "amd") or not (_read(folder / "class") or "").startswith("0x03"):
+        vendor = _VENDORS.get(read_text(folder / "vendor") or "")
+        if vendor not in ("nvidia", "amd") or not (read_text(folder / "class") or "").startswith("0x03"):
             continue
         index = sum(gpu.vendor == vendor for gpu in found)
         card = _nvidia_card(root, folder, index) if vendor == "nvidia" else _amd_card(root, folder, index)
@@ -31,26 +31,26 @@ def cards_on_bus(root: Path) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def nvidia_driver(root: Path) -> Driver | None:
+def nvidia_driver(root: Path) -> GpuDriver | None:
     """Version and flavour of the NVIDIA kernel module; WSL has a driver without a module."""
-    text = _read(root / "proc/driver/nvidia/version")
+    text = read_text(root / "proc/driver/nvidia/version")
     if text is None:
         is_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib").exists()
-        return Driver(vendor="nvidia", flavour="wsl", sources={"flavour": "/dev/dxg"}) if is_wsl else None
+        return GpuDriver(vendor="nvidia", flavour="wsl", sources={"flavour": "/dev/dxg"}) if is_wsl else None
     version = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text)
     flavour: Flavour = "open" if "Open Kernel Module" in text else "proprietary"
     place = "/proc/driver/nvidia/version"
     sources = {"version": place, "flavour": place}
-    return Driver(vendor="nvidia", version=version[1] if version else None, flavour=flavour, sources=sources)
+    return GpuDriver(vendor="nvidia", version=version[1] if version else None, flavour=flavour, sources=sources)
 
 
-def amd_driver(root: Path) -> Driver | None:
-    """The amdgpu module; it is part of the kernel, so its version is ROCm's where that is installed."""
+def amd_driver(root: Path) -> GpuDriver | None:
+    """The amdgpu module; it is part of the kernel, so its version is that of ROCm if that is installed."""
     if not (root / "sys/module/amdgpu").exists():
         return None
-    version = _read(root / "opt/rocm/.info/version")
+    version = read_text(root / "opt/rocm/.info/version")
     sources = {"flavour": "/sys/module/amdgpu"} | ({"version": "/opt/rocm/.info/version"} if version else {})
-    return Driver(vendor="amd", version=version, flavour="in-tree", sources=sources)
+    return GpuDriver(vendor="amd", version=version, flavour="in-tree", sources=sources)
 
 
 def _nvidia_card(root: Path, folder: Path, index: int) -> Gpu:
@@ -69,19 +69,19 @@ def _nvidia_card(root: Path, folder: Path, index: int) -> Gpu:
 
 
 def _nvidia_name(root: Path, folder: Path) -> tuple[str, str]:
-    text = _read(root / "proc/driver/nvidia/gpus" / folder.name / "information") or ""
+    text = read_text(root / "proc/driver/nvidia/gpus" / folder.name / "information") or ""
     model = re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE)
     if model:
         return model[1], "/proc/driver/nvidia/gpus"
-    device = (_read(folder / "device") or "")[2:]
+    device = (read_text(folder / "device") or "")[2:]
     name = _pci_name(root, "10de", device)
     return (name, "pci.ids") if name else (f"NVIDIA card {device}", "/sys/bus/pci")
 
 
 def _amd_card(root: Path, folder: Path, index: int) -> Gpu:
-    device = (_read(folder / "device") or "")[2:]
+    device = (read_text(folder / "device") or "")[2:]
     name = _pci_name(root, "1002", device)
-    memory = _read(folder / "mem_info_vram_total")
+    memory = read_text(folder / "mem_info_vram_total")
     capabilities = list(_amd_architectures(root))
     capability = capabilities[index] if index < len(capabilities) else None
     sources = {"*": "/sys/bus/pci"} | ({"name": "pci.ids"} if name else {})
@@ -100,7 +100,7 @@ def _amd_card(root: Path, folder: Path, index: int) -> Gpu:
 def _amd_architectures(root: Path) -> Iterator[str]:
     """gfx names of the compute nodes; processors are nodes too, with version 0."""
     for folder in sorted(_folders(root / "sys/class/kfd/kfd/topology/nodes"), key=lambda path: int(path.name)):
-        match = re.search(r"^gfx_target_version (\d+)$", _read(folder / "properties") or "", re.MULTILINE)
+        match = re.search(r"^gfx_target_version (\d+)$", read_text(folder / "properties") or "", re.MULTILINE)
         if match and int(match[1]):
             version = int(match[1])
             yield f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
@@ -109,10 +109,10 @@ def _amd_architectures(root: Path) -> Iterator[str]:
 def _with_link(gpu: Gpu, folder: Path) -> Gpu:
     return replace(
         gpu,
-        pcie_generation=_generation(_read(folder / "current_link_speed")),
-        pcie_max_generation=_generation(_read(folder / "max_link_speed")),
-        pcie_width=_width(_read(folder / "current_link_width")),
-        pcie_max_width=_width(_read(folder / "max_link_width")),
+        pcie_generation=_generation(read_text(folder / "current_link_speed")),
+        pcie_max_generation=_generation(read_text(folder / "max_link_speed")),
+        pcie_width=_width(read_text(folder / "current_link_width")),
+        pcie_max_width=_width(read_text(folder / "max_link_width")),
     )
 
 
@@ -126,7 +126,7 @@ def _width(text: str | None) -> int | None:
 
 def _pci_name(root: Path, vendor: str, device: str) -> str | None:
     for name in _PCI_ID_FILES:
-        text = _read(root / name)
+        text = read_text(root / name)
         if text is None:
             continue
         block = re.search(rf"^{vendor}\s.*\n((?:[\t#].*\n?)*)", text, re.MULTILINE)
@@ -143,7 +143,8 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """The content of a file of the system; None if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,6 +1,6 @@
 """Turns frozen dataclasses into JSON and back, and names the place of every mistake in a file.
 
-Knows nothing of what the facts mean. Called by facts, wheels and variants for the files they read and write.
+Does not interpret the data. Called by `machine_facts`, `wheels` and `variants` for their files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Decides which device each rank gets, and how many threads, from what the user wrote and what is there.
+"""Decides which device each rank gets, and how many threads, from the user's option and the devices of the machine.
 
-Does not touch a device and knows no torch; whether a device works shows when its rank joins the world.
-Called by the front door and the command line, and by the launcher for threads.
+Opens no device and imports no torch; whether a device works is found when its rank joins the world. Called by `api`
+and the command line, and by the launcher for threads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError, DeviceError, nearest
+from outrider.machine.memory_size import memory_text, parse_memory
 
 KINDS = ("cuda", "cpu", "xpu", "mps")
 _INDEXED_KINDS = ("cuda", "xpu")
-_SPEC = re.compile(r"(?P<kind>[^:@%]*)(:(?P<index>[^@%]*))?(@(?P<speed>[^%]*))?(%(?P<share>.*))?")
+_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
+"""What users call kinds of devices that torch calls otherwise; torch's name for AMD's GPUs is cuda too."""
+_SPEC = re.compile(
+    r"(?P<kind>[^:@%]*)(:(?P<index>[^:@%]*))?(@(?P<speed>[^:%]*))?(%(?P<share>[^:]*))?(:(?P<memory>.*))?"
+)
+_MEMORY_EXAMPLE = "cuda:0:8GiB and cpu:512MiB are limits of memory"
 _EXAMPLES = "devices look like cuda:0, cpu, cpu@0.4 or cuda:0%30"
 
 CARD_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -36,16 +42,20 @@ class DeviceSpec:
     """Fraction of its full speed; below 1 the rank is throttled."""
     share: int | None = None
     """Percent of the multiprocessors, for an MPS slice of a CUDA device."""
+    memory_bytes: int | None = None
+    """The memory that the rank may use; None for all that there is."""
 
     def __post_init__(self) -> None:
         _check_kind(self)
         _check_speed(self)
         _check_share(self)
+        _check_memory(self)
 
     def __str__(self) -> str:
         speed = "" if self.speed == 1.0 else f"@{self.speed:g}"
         share = "" if self.share is None else f"%{self.share}"
-        return f"{self.torch_name}{speed}{share}"
+        memory = "" if self.memory_bytes is None else f":{memory_text(self.memory_bytes)}"
+        return f"{self.torch_name}{speed}{share}{memory}"
 
     @property
     def torch_name(self) -> str:
@@ -54,7 +64,7 @@ class DeviceSpec:
 
 def _check_kind(spec: DeviceSpec) -> None:
     if spec.kind not in KINDS:
-        close = nearest(spec.kind, KINDS)
+        close = _OTHER_NAMES.get(spec.kind.lower()) or nearest(spec.kind.lower(), KINDS)
         guess = f"did you mean {close}? " if close else ""
         raise ConfigError(f"unknown device kind {spec.kind!r}", hint=f"{guess}kinds are {', '.join(KINDS)}")
     if spec.index is not None and spec.kind not in _INDEXED_KINDS:
@@ -91,6 +101,17 @@ def _check_share(spec: DeviceSpec) -> None:
         )
 
 
+def _check_memory(spec: DeviceSpec) -> None:
+    if spec.memory_bytes is None:
+        return
+    if spec.kind not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"the memory of {spec.kind} devices cannot be limited, got {spec}", hint=f"write {spec.torch_name}"
+        )
+    if spec.memory_bytes < 1:
+        raise ConfigError(f"the memory of a device must be more than 0, got {spec}", hint=_MEMORY_EXAMPLE)
+
+
 def parse_devices(text: str | Sequence[str]) -> tuple[DeviceSpec, ...]:
     """The devices of a comma list or of a sequence of names, one per rank."""
     names = text.split(",") if isinstance(text, str) else list(text)
@@ -105,13 +126,31 @@ def _parse_device(name: str) -> DeviceSpec:
     match = _SPEC.fullmatch(name)
     if match is None or not match["kind"]:
         raise ConfigError(f"{name!r} is no device", hint=_EXAMPLES)
-    index = _number(int, match["index"], name=name, part="number")
+    number, memory = match["index"], match["memory"]
+    if number is not None and memory is None and parse_memory(number) is not None:
+        number, memory = None, number  # cpu:4GiB and cuda:8GiB have no number
+    index = _number(int, number, name=name, part="number")
     # As in torch, "cuda" is the first one.
     if index is None and match["kind"] in _INDEXED_KINDS:
         index = 0
     speed = _number(float, match["speed"], name=name, part="speed")
     share = _number(int, match["share"], name=name, part="share")
-    return DeviceSpec(kind=match["kind"], index=index, speed=1.0 if speed is None else speed, share=share)
+    return DeviceSpec(
+        kind=match["kind"],
+        index=index,
+        speed=1.0 if speed is None else speed,
+        share=share,
+        memory_bytes=_memory(memory, name=name),
+    )
+
+
+def _memory(text: str | None, *, name: str) -> int | None:
+    if text is None:
+        return None
+    num_bytes = parse_memory(text)
+    if num_bytes is None:
+        raise ConfigError(f"the memory of device {name!r} is no size: {text!r}", hint=_MEMORY_EXAMPLE)
+    return num_bytes
 
 
 def _number(convert: type[Any], text: str | None, *, name: str, part: str) -> Any:
@@ -180,7 +219,7 @@ def _count(num_devices: int) -> str:
 
 
 def cuda_devices(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The CUDA devices that a rank would see, by NVML; none where NVML or its driver is missing."""
+    """The CUDA devices that a rank would see, by NVML; none if NVML or its driver is missing."""
     return tuple(f"cuda:{index}" for index, _ in enumerate(visible_cards(variables)))
 
 

@@ -1,4 +1,4 @@
-"""Decides whether one kernel driver can serve all cards of a machine, and what to do where it cannot.
+"""Decides whether one kernel driver can serve all cards of a machine, and what to do if not.
 
 On bare-metal Linux Blackwell needs the open kernel module and cards below Turing the proprietary one: no driver is
 both. Called by resolve and by the verdicts; knows nothing of torch builds.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.machine.capability import capability_of, sm
-from outrider.machine.facts import Driver, Facts, Gpu
-from outrider.machine.wheels import Table, version_of
+from outrider.machine.machine_facts import Facts, Gpu, GpuDriver
+from outrider.machine.wheels import WheelTable, capability_of, sm, version_of
 
 TRAIN_ON_CPU = "train on the CPU: outrider setup --way cpu"
 
@@ -25,7 +24,7 @@ class Refusal:
     ways_out: tuple[str, ...]
 
 
-def driver_refusal(facts: Facts, cards: Sequence[Gpu], table: Table) -> Refusal | None:
+def driver_refusal(facts: Facts, cards: Sequence[Gpu], table: WheelTable) -> Refusal | None:
     """The reason that stands in the way of every torch build, if there is one."""
     driver = facts.driver("nvidia")
     if driver is None:
@@ -39,7 +38,7 @@ def driver_refusal(facts: Facts, cards: Sequence[Gpu], table: Table) -> Refusal 
     return _module_conflict(cards, table) or _wrong_module(driver, cards, table) or _too_old(driver, cards, table)
 
 
-def _module_conflict(cards: Sequence[Gpu], table: Table) -> Refusal | None:
+def _module_conflict(cards: Sequence[Gpu], table: WheelTable) -> Refusal | None:
     old, new = _below_open(cards, table), _open_only(cards, table)
     if not old or not new:
         return None
@@ -60,7 +59,7 @@ def _module_conflict(cards: Sequence[Gpu], table: Table) -> Refusal | None:
     )
 
 
-def _wrong_module(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal | None:
+def _wrong_module(driver: GpuDriver, cards: Sequence[Gpu], table: WheelTable) -> Refusal | None:
     old, new = _below_open(cards, table), _open_only(cards, table)
     if old and driver.flavour == "open":
         return Refusal(
@@ -77,7 +76,7 @@ def _wrong_module(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal
     return None
 
 
-def _too_old(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal | None:
+def _too_old(driver: GpuDriver, cards: Sequence[Gpu], table: WheelTable) -> Refusal | None:
     if driver.version is None:
         return None
     needed = minimum_driver(cards, table)
@@ -90,18 +89,18 @@ def _too_old(driver: Driver, cards: Sequence[Gpu], table: Table) -> Refusal | No
     )
 
 
-def minimum_driver(cards: Sequence[Gpu], table: Table) -> str:
+def minimum_driver(cards: Sequence[Gpu], table: WheelTable) -> str:
     """The oldest driver with which any torch that Outrider runs on serves these cards."""
     oldest_cuda = table.minimum_driver("12")
     return table.modules.open_only_driver if _open_only(cards, table) else oldest_cuda
 
 
-def _below_open(cards: Sequence[Gpu], table: Table) -> list[Gpu]:
+def _below_open(cards: Sequence[Gpu], table: WheelTable) -> list[Gpu]:
     limit = capability_of(table.modules.open_from)
     return [gpu for gpu in cards if gpu.capability and capability_of(gpu.capability) < limit]
 
 
-def _open_only(cards: Sequence[Gpu], table: Table) -> list[Gpu]:
+def _open_only(cards: Sequence[Gpu], table: WheelTable) -> list[Gpu]:
     limit = capability_of(table.modules.open_only_from)
     return [gpu for gpu in cards if gpu.capability and capability_of(gpu.capability) >= limit]
 

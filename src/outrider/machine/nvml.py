@@ -1,7 +1,7 @@
-"""Reads NVIDIA cards through NVML, and says so where it cannot.
+"""Reads NVIDIA cards through NVML, and reports if it cannot.
 
 Decides nothing; a missing library or driver is a normal answer. UUIDs and serial numbers are never asked for.
-Called by detect, which falls back to bus for what NVML does not tell.
+Called by detect, which reads missing facts through bus.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.machine.facts import Driver, Gpu, MigSlice, PeerLink, Trouble
+from outrider.machine.machine_facts import Gpu, GpuDriver, MigSlice, PeerLink, Trouble
 
 _THROTTLE_REASONS = {
     "SwPowerCap": "power cap",
@@ -26,16 +26,16 @@ _THROTTLE_REASONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What NVML told; `trouble` where it is there but cannot be read."""
+    """The facts from NVML; `trouble` if NVML exists but cannot be read."""
 
     gpus: tuple[Gpu, ...] = ()
-    driver: Driver | None = None
+    driver: GpuDriver | None = None
     links: tuple[PeerLink, ...] = ()
     trouble: Trouble | None = None
 
 
 def read_nvml() -> Reading:
-    """All that NVML tells here; an empty reading where there is no NVML."""
+    """All facts from NVML; empty without NVML."""
     try:
         library = importlib.import_module("pynvml")
     except ImportError:
@@ -44,7 +44,7 @@ def read_nvml() -> Reading:
 
 
 def read_library(library: Any) -> Reading:
-    """All that this NVML binding tells."""
+    """All facts from this NVML binding."""
     try:
         with _initialised(library):
             return _read(library)
@@ -77,10 +77,10 @@ def _read(library: Any) -> Reading:
     )
 
 
-def _read_driver(library: Any) -> Driver:
+def _read_driver(library: Any) -> GpuDriver:
     version = _ask(library, library.nvmlSystemGetDriverVersion)
     cuda = _ask(library, library.nvmlSystemGetCudaDriverVersion_v2)
-    return Driver(
+    return GpuDriver(
         vendor="nvidia",
         version=_text(version),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
@@ -140,7 +140,7 @@ def _read_links(library: Any, handles: list[Any]) -> Iterator[PeerLink]:
 
 
 def _ask(library: Any, question: Callable[..., Any] | None, *arguments: Any) -> Any:
-    """The answer, or None where this card or this driver has none."""
+    """The answer, or None if this card or this driver has none."""
     if question is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Measures what can only be known by doing: two-rank all-reduces and the speed of each device.
+"""Measures facts that cannot be read: two-rank all-reduces and the speed of each device.
 
 Everything runs in children with a time limit, because NCCL may hang and a card may fail. Called by diagnose on a
 live machine; recorded facts carry the answers instead.
@@ -6,6 +6,7 @@ live machine; recorded facts carry the answers instead.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,15 +15,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from outrider.machine import child
-from outrider.machine.capability import serving_arch
+from outrider.machine import child_process
 from outrider.machine.devices import CARD_ORDER
-from outrider.machine.facts import Facts, Gpu, Outcome, Reduction, Speed, TorchBuild
+from outrider.machine.machine_facts import Facts, Gpu, MeasuredSpeed, Reduction, ReductionOutcome, TorchBuild
+from outrider.machine.wheels import serving_arch
 
 REDUCE_S = 60.0
 SPEED_S = 2.0
 SPEED_LIMIT_S = 60.0
-_SEVERITY: tuple[Outcome, ...] = ("wrong", "error", "hang", "ok")
+_SEVERITY: tuple[ReductionOutcome, ...] = ("wrong", "error", "hang", "ok")
 
 
 def with_probes(facts: Facts) -> Facts:
@@ -69,28 +70,28 @@ def all_reduce(
 ) -> Reduction:
     """One all-reduce of two ranks; a hang, a crash and a wrong number are outcomes."""
     settings = dict(environment or {})
-    with tempfile.TemporaryDirectory(prefix="outrider-reduce-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-reduce-") as folder:
         ends = _run_ranks(build, backend, devices, store=Path(folder) / "store", settings=settings, timeout_s=timeout_s)
     # A rank that failed makes its peer wait, so a hang is the last explanation.
     outcome, detail = min(map(_judge, ends), key=lambda judged: _SEVERITY.index(judged[0]))
     return Reduction(backend=backend, devices=devices, outcome=outcome, detail=detail, environment=settings)
 
 
-def _judge(ended: child.Ended) -> tuple[Outcome, str | None]:
-    found = child.answer(ended)
+def _judge(ended: child_process.Ended) -> tuple[ReductionOutcome, str | None]:
+    found = child_process.answer(ended)
     if found is not None:
         return found["outcome"], found["detail"]
     return ("hang" if ended.code is None else "error"), ended.reason or ended.last_line
 
 
-def measure_speed(build: TorchBuild, device: str, *, seconds: float = SPEED_S) -> Speed:
+def measure_speed(build: TorchBuild, device: str, *, seconds: float = SPEED_S) -> MeasuredSpeed:
     """Matrix multiplication and memory speed of one device, over about `seconds`."""
-    command = (build.interpreter, str(child.script("speed.py")), device, str(seconds))
-    ended = child.run(command, timeout_s=SPEED_LIMIT_S, environment=CARD_ORDER)
-    found = child.answer(ended)
+    command = (build.interpreter, str(child_process.script("speed.py")), device, str(seconds))
+    ended = child_process.run(command, timeout_s=SPEED_LIMIT_S, environment=CARD_ORDER)
+    found = child_process.answer(ended)
     if found is None:
-        return Speed(device=device, error=ended.reason or ended.last_line)
-    return Speed(device=device, **found)
+        return MeasuredSpeed(device=device, error=ended.reason or ended.last_line)
+    return MeasuredSpeed(device=device, **found)
 
 
 def _run_ranks(
@@ -101,15 +102,15 @@ def _run_ranks(
     store: Path,
     settings: dict[str, str],
     timeout_s: float,
-) -> list[child.Ended]:
-    program = str(child.script("all_reduce.py"))
+) -> list[child_process.Ended]:
+    program = str(child_process.script("all_reduce.py"))
     ranks: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(len(devices)) as pool:
         try:
             for rank, device in enumerate(devices):
                 command = (build.interpreter, program, str(rank), device, backend, str(store))
-                ranks.append(child.start(command, environment={**CARD_ORDER, **settings}))
-            return list(pool.map(partial(child.finish, timeout_s=timeout_s), ranks))
+                ranks.append(child_process.start(command, environment={**CARD_ORDER, **settings}))
+            return list(pool.map(partial(child_process.finish, timeout_s=timeout_s), ranks))
         finally:
             for started in ranks:
-                child.kill(started)
+                child_process.kill(started)

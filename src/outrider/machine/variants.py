@@ -1,6 +1,6 @@
 """Torch environments side by side under the user's data folder, exactly one active per project.
 
-Decides where variants live, which are whole, and which is active; how one is made is in install. A variant exists
+Decides where variants are stored, which are complete, and which is active; `install` creates them. A variant exists
 when its variant.json does, which is written last. Called by the command line, diagnose and setup.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +37,13 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class VariantStore:
     """The folder that holds all variants of a user."""
 
     folder: Path
 
     @classmethod
-    def of_user(cls) -> Store:
+    def of_user(cls) -> VariantStore:
         """OUTRIDER_HOME, else XDG_DATA_HOME/outrider, else ~/.local/share/outrider."""
         home = os.environ.get("OUTRIDER_HOME")
         data = os.environ.get("XDG_DATA_HOME")
@@ -76,7 +77,7 @@ class Store:
             ) from error
 
     def check(self, name: str) -> None:
-        """An error that names the nearest, where there is no such variant."""
+        """The error for an unknown variant, with the nearest name."""
         known = self.names()
         if name in known:
             return
@@ -91,7 +92,7 @@ class Store:
         return {name: self.interpreter(name) for name in names}
 
     def remove(self, name: str) -> None:
-        """Take a variant away; renamed first, so that a half-removed one is never listed."""
+        """Remove a variant; renamed first, so that a partly removed one is never listed."""
         self.check(name)
         doomed = self.folder / f".removed-{name}-{os.getpid()}"
         self.path(name).rename(doomed)
@@ -99,7 +100,7 @@ class Store:
 
 
 def existing_folder(path: Path) -> Path:
-    """The nearest folder upwards that is there: its disk is the one that `path` will be on."""
+    """The nearest existing parent folder, whose disk `path` will be on."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
@@ -119,8 +120,8 @@ def active_variant(project: Path) -> str | None:
         return None
 
 
-def activate(project: Path, store: Store, name: str) -> None:
-    """Make a variant the one that this project uses."""
+def activate(project: Path, store: VariantStore, name: str) -> None:
+    """Activate a variant for this project."""
     store.check(name)
     folder = project / ".outrider"
     folder.mkdir(exist_ok=True)
@@ -130,12 +131,12 @@ def activate(project: Path, store: Store, name: str) -> None:
 
 
 def deactivate(project: Path) -> None:
-    """Let the project use the Python that runs Outrider."""
+    """Make the project use the Python that runs Outrider."""
     (project / ".outrider" / "torch").unlink(missing_ok=True)
 
 
-def active_interpreter(project: Path, store: Store) -> Path | None:
-    """The Python of the active variant; an error where it is gone."""
+def active_interpreter(project: Path, store: VariantStore) -> Path | None:
+    """The Python of the active variant; an error if it no longer exists."""
     name = active_variant(project)
     if name is None:
         return None
@@ -145,6 +146,20 @@ def active_interpreter(project: Path, store: Store) -> Path | None:
             hint=f"install it, choose another with `outrider torch activate`, or delete {project / '.outrider/torch'}",
         )
     return store.interpreter(name)
+
+
+def project_python() -> str:
+    """The Python for scripts of the project in the working folder: that of its active variant, or this one."""
+    path = active_interpreter(project_root(Path.cwd()), VariantStore.of_user())
+    if path is None:
+        return sys.executable
+    if not path.exists():
+        name = path.parent.parent.name
+        raise ConfigError(
+            f"the Python of torch variant {name} is gone: {path}",
+            hint=f"outrider torch remove {name}, then install it again",
+        )
+    return str(path)
 
 
 def size_of(folder: Path) -> int:

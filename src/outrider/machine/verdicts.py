@@ -1,4 +1,4 @@
-"""Judges facts: each verdict is ok, a warning or a failure, with what, why and a hint.
+"""Judges facts: each verdict is ok, a warning or a failure, with a message, the reason and a hint.
 
 Measures nothing, so recorded facts are judged like live ones. Called by diagnose; the forecast of the gain is next
 door in forecast.
@@ -7,14 +7,14 @@ door in forecast.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from outrider.machine.capability import capability_of, serving_arch
 from outrider.machine.drivers import driver_refusal
-from outrider.machine.facts import Facts, Gpu, Reduction, TorchBuild
-from outrider.machine.resolve import describe
-from outrider.machine.wheels import Table, version_of
+from outrider.machine.environment_choice import driver_needed, first_serving, lacks_cudnn
+from outrider.machine.machine_facts import Facts, Gpu, Reduction, TorchBuild
+from outrider.machine.torch_choice import describe
+from outrider.machine.wheels import WheelTable, capability_of, serving_arch
 
 Level = Literal["ok", "warning", "failure"]
 
@@ -33,7 +33,7 @@ class Verdict:
     hint: str | None = None
 
 
-def judge(facts: Facts, table: Table) -> tuple[Verdict, ...]:
+def judge(facts: Facts, table: WheelTable) -> tuple[Verdict, ...]:
     """All verdicts, in the order in which a reader wants to solve them."""
     return (
         *_judge_sight(facts),
@@ -68,14 +68,14 @@ def _hidden(num_hidden: int) -> Verdict:
     return Verdict(check="sight", level="ok", what=what, why="training sees only those that it names, numbered from 0")
 
 
-def _judge_drivers(facts: Facts, table: Table) -> Iterator[Verdict]:
+def _judge_drivers(facts: Facts, table: WheelTable) -> Iterator[Verdict]:
     verdicts = list(_judge_nvidia_driver(facts, table))
     yield from verdicts
     if all(verdict.level == "ok" for verdict in verdicts):
         yield from (_unserved(gpu) for gpu in facts.gpus if not gpu.is_served)
 
 
-def _judge_nvidia_driver(facts: Facts, table: Table) -> Iterator[Verdict]:
+def _judge_nvidia_driver(facts: Facts, table: WheelTable) -> Iterator[Verdict]:
     cards = [gpu for gpu in facts.gpus if gpu.vendor == "nvidia"]
     if not cards:
         return
@@ -125,7 +125,7 @@ def _judge_torches(facts: Facts) -> Iterator[Verdict]:
             )
 
 
-def _judge_cards(facts: Facts, table: Table) -> Iterator[Verdict]:
+def _judge_cards(facts: Facts, table: WheelTable) -> Iterator[Verdict]:
     build = facts.torch
     if build is None or build.error is not None:
         return
@@ -134,9 +134,22 @@ def _judge_cards(facts: Facts, table: Table) -> Iterator[Verdict]:
         if gpu.vendor not in ("nvidia", "amd") or not gpu.capability or not gpu.is_served:
             continue
         verdict = _judge_driver_of(build, gpu, facts, table) or _judge_build(build, gpu)
-        yield verdict
+        yield verdict if verdict.level == "ok" else _elsewhere(verdict, gpu, facts, table) or verdict
         if verdict.level == "ok" and gpu.vendor == "nvidia":
             yield from _judge_features(build, gpu, table)
+
+
+def _elsewhere(verdict: Verdict, gpu: Gpu, facts: Facts, table: WheelTable) -> Verdict | None:
+    """No failure where another environment serves the card: its rank can run there."""
+    other = first_serving(facts.torches, gpu, facts, table)
+    if other is None:
+        return None
+    return replace(
+        verdict,
+        level="warning",
+        why=f"{verdict.why}; torch {other.version} of {other.origin} runs on it",
+        hint='start the ranks with `outrider run --environments auto`, or pass environments="auto"',
+    )
 
 
 def _judge_build(build: TorchBuild, gpu: Gpu) -> Verdict:
@@ -154,14 +167,12 @@ def _judge_build(build: TorchBuild, gpu: Gpu) -> Verdict:
     )
 
 
-def _judge_driver_of(build: TorchBuild, gpu: Gpu, facts: Facts, table: Table) -> Verdict | None:
-    """A failure where the build's CUDA is too new for the driver, unless the card was seen to compute."""
-    driver = facts.driver("nvidia")
+def _judge_driver_of(build: TorchBuild, gpu: Gpu, facts: Facts, table: WheelTable) -> Verdict | None:
+    """A failure if the build's CUDA is too new for the driver, unless the card did compute."""
     has_computed = any(speed.device == gpu.device and speed.error is None for speed in facts.speeds)
-    if gpu.vendor != "nvidia" or not build.cuda or driver is None or driver.version is None or has_computed:
-        return None
-    needed = table.minimum_driver(build.cuda)
-    if version_of(driver.version) >= version_of(needed):
+    needed = driver_needed(build, gpu, facts, table)
+    driver = facts.driver("nvidia")
+    if needed is None or has_computed or driver is None:
         return None
     return Verdict(
         check="build",
@@ -172,7 +183,7 @@ def _judge_driver_of(build: TorchBuild, gpu: Gpu, facts: Facts, table: Table) ->
     )
 
 
-def _judge_features(build: TorchBuild, gpu: Gpu, table: Table) -> Iterator[Verdict]:
+def _judge_features(build: TorchBuild, gpu: Gpu, table: WheelTable) -> Iterator[Verdict]:
     capability = capability_of(gpu.capability or "")
     why = f"Triton needs {table.triton_from}, the card has {gpu.capability}"
     if capability >= capability_of(table.triton_from):
@@ -186,8 +197,7 @@ def _judge_features(build: TorchBuild, gpu: Gpu, table: Table) -> Iterator[Verdi
             hint="train eager there, or with CUDA graphs",
         )
     drop = table.cudnn_drop
-    is_dropped = build.cudnn is not None and version_of(build.cudnn) >= version_of(drop.version)
-    if is_dropped and capability < capability_of(drop.below):
+    if lacks_cudnn(build, gpu, table):
         yield Verdict(
             check="cudnn",
             level="failure",

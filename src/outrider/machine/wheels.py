@@ -1,13 +1,15 @@
-"""The table of published torch builds: which architectures each holds, and which driver it needs.
+"""The table of published torch builds, and whether code built for some architectures runs on a card.
 
-The facts are data in wheels.json, with sources and date; nothing here knows this machine. Read by resolve, verdicts
-and variants. At run time torch.cuda.get_arch_list() is the truth, see `outrider torch refresh`.
+Decides which architectures each build holds, which driver it needs, and what a card's capability is by its name. A
+binary runs on the same major version with an equal or higher minor; PTX runs on anything newer; AMD code runs on its
+own architecture only. Called by the verdicts and by the choice of a torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,7 +17,65 @@ from typing import Any
 
 from outrider.errors import ConfigError, nearest
 from outrider.machine import codec
-from outrider.machine.capability import capability_of
+
+_ARCH = re.compile(r"(?P<kind>sm|compute)_(?P<digits>\d{2,3})(?P<suffix>[af]?)")
+
+
+def capability_of(capability: str) -> tuple[int, int]:
+    """`12.0` as (12, 0), so that capabilities compare as numbers."""
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def serving_arch(capability: str, archs: Iterable[str]) -> str | None:
+    """The entry of an architecture list that runs on the card, the closest first; None if there is none."""
+    if capability.startswith("gfx"):
+        return capability if capability in archs else None
+    candidates = [arch for arch in archs if _serves(arch, capability_of(capability))]
+    return max(candidates, key=_closeness, default=None)
+
+
+def sm(capability: str) -> str:
+    """`6.1` as `sm_61`; AMD names stay."""
+    return capability if capability.startswith("gfx") else f"sm_{capability.replace('.', '')}"
+
+
+def capability_by_name(name: str) -> str | None:
+    """The capability of an NVIDIA card by its market name or chip, if the driver does not report it."""
+    for pattern, capability in _names():
+        if re.search(pattern, name):
+            return capability
+    return None
+
+
+def _serves(arch: str, card: tuple[int, int]) -> bool:
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        return False
+    built = _numbers(match["digits"])
+    if match["kind"] == "compute":
+        return built <= card
+    # sm_90a and similar targets contain instructions that no other card has.
+    if match["suffix"] == "a":
+        return built == card
+    return built[0] == card[0] and built[1] <= card[1]
+
+
+def _numbers(digits: str) -> tuple[int, int]:
+    return int(digits[:-1]), int(digits[-1])
+
+
+def _closeness(arch: str) -> tuple[bool, tuple[int, int]]:
+    match = _ARCH.fullmatch(arch)
+    assert match is not None
+    return match["kind"] == "sm", _numbers(match["digits"])
+
+
+@cache
+def _names() -> tuple[tuple[str, str], ...]:
+    text = resources.files("outrider.machine").joinpath("cards.json").read_text(encoding="utf-8")
+    return tuple((entry["pattern"], entry["capability"]) for entry in json.loads(text)["names"])
+
 
 _COMPILERS = ("13.0", "12.9", "12.8", "12.6")
 """The last toolkits of each span of targets: newer ones serve newer cards better."""
@@ -90,7 +150,7 @@ class CudnnDrop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class WheelTable:
     """Everything in wheels.json."""
 
     schema_version: int
@@ -137,14 +197,14 @@ class Table:
 
 
 @cache
-def load_table() -> Table:
+def load_table() -> WheelTable:
     """The table that ships with this version."""
     text = resources.files("outrider.machine").joinpath("wheels.json").read_text(encoding="utf-8")
     data = json.loads(text)
     lists = data.pop("arch_lists")
     for entry in (*data["wheels"], data["conda"], data["rocm"]):
         _name_archs(entry, lists)
-    return codec.decode(Table, data, where="wheels.json")
+    return codec.decode(WheelTable, data, where="wheels.json")
 
 
 def version_of(text: str) -> tuple[int, ...]:
@@ -158,7 +218,7 @@ def release_of(version: str) -> str:
 
 
 def cuda_of(backend: str) -> str:
-    """`12.6` of cu126 or conda-cu126; empty where the backend is not CUDA."""
+    """`12.6` of cu126 or conda-cu126; empty if the backend is not CUDA."""
     match = re.search(r"cu(\d+)(\d)$", backend)
     return f"{match[1]}.{match[2]}" if match else ""
 
@@ -167,7 +227,7 @@ def _name_archs(entry: dict[str, Any], lists: dict[str, list[str]]) -> None:
     entry["archs"] = lists[entry["archs"]]
 
 
-def check_version(version: str, table: Table) -> str:
+def check_version(version: str, table: WheelTable) -> str:
     """A torch version that the user wrote, if it is one that Outrider runs on and the table knows."""
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
         raise ConfigError(f"a torch version looks like 2.13 or 2.13.0, got {version!r}", hint=_known_versions(table))
@@ -178,7 +238,7 @@ def check_version(version: str, table: Table) -> str:
     return version
 
 
-def check_backend(backend: str, version: str, table: Table) -> str:
+def check_backend(backend: str, version: str, table: WheelTable) -> str:
     """A backend that the user wrote, if there is such a build of this torch version."""
     known = ["cpu", table.rocm.backend, *(wheel.backend for wheel in table.of_version(release_of(version)))]
     if backend not in known:
@@ -191,13 +251,13 @@ def check_backend(backend: str, version: str, table: Table) -> str:
     return backend
 
 
-def _known_versions(table: Table) -> str:
+def _known_versions(table: WheelTable) -> str:
     newest_first = sorted(table.versions(), key=version_of, reverse=True)
     return f"known versions: {', '.join(newest_first)}"
 
 
-def table_difference(table: Table, *, torch: str, backend: str, archs: tuple[str, ...]) -> str | None:
-    """What an installed build holds more or less than the table says; None where they agree or it says nothing."""
+def table_difference(table: WheelTable, *, torch: str, backend: str, archs: tuple[str, ...]) -> str | None:
+    """The difference between an installed build and the table; None if they agree or the table has no entry."""
     entries = [wheel for wheel in table.wheels if (wheel.torch, wheel.backend) == (release_of(torch), backend)]
     if not entries or set(entries[0].archs) == set(archs):
         return None

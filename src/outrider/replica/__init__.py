@@ -1,1 +1,4 @@
-"""One copy of the model and how it steps: recipe, replica, logged scalars. Shared by the runtime and the lab."""
+"""One copy of model, optimizer and schedule on one device, and how it steps; the recipe of a run.
+
+Decides how a step runs: eager, compiled, captured as a CUDA graph, or in the user's loop. Called by `rank` and the lab.
+"""

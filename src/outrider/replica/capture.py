@@ -1,7 +1,6 @@
-"""Captures work on a CUDA device as a graph, and cleans up where that fails.
+"""Captures work on a CUDA device as a graph, and cleans up after a failure.
 
-Decides on which stream work runs that is to be captured, and what a failed capture must undo. What is captured is the
-caller's business: `CapturedSteps`.
+Decides the stream of captured work, and what a failed capture must undo. `CapturedSteps` decides what is captured.
 """
 
 from __future__ import annotations
@@ -9,15 +8,37 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from outrider.data.packed_batch import PackedBatch
 
 Work = Callable[[], Any]
 
 
+class FasterSteps(Protocol):
+    """The interface of captured steps, used instead of a replica's eager steps."""
+
+    num_warm_ups: int
+
+    def step(self, packed_batch: PackedBatch, *, samples: int, at: int) -> None: ...
+
+    def gradient(self, packed_batch: PackedBatch, *, samples: int) -> None: ...
+
+    def update(self, *, at: int) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def free(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
 class Uncapturable(Exception):
-    """Why a step cannot be captured, in words that end a sentence."""
+    """A step cannot be captured; the message is the reason, phrased as the end of a sentence."""
 
 
 class CaptureStream:
@@ -33,7 +54,7 @@ class CaptureStream:
         self._open_pool()
 
     def run(self, work: Work) -> Any:
-        """Do the work now, in order with the current stream."""
+        """Run the work now, in order with the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -42,12 +63,14 @@ class CaptureStream:
         return result
 
     def capture(self, work: Work) -> torch.cuda.CUDAGraph:
-        """The work as a graph; it is not done now. The graphs of a stream share memory: one may run at a time."""
+        """Capture the work without running it. The graphs of a stream share memory, so only one may run at a time."""
+        # During a capture torch cannot free the memory that eager steps left in its cache.
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), _own_scratch_memory():
             try:
-                # Other threads may wait for their own events meanwhile, as averages in the background do.
+                # Other threads, such as background averages, may wait for their own events meanwhile.
                 graph.capture_begin(pool=self._keeper.pool(), capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
@@ -56,8 +79,12 @@ class CaptureStream:
                 raise Uncapturable(_in_words(error)) from error
         return graph
 
+    def free(self) -> None:
+        """Give up the memory pool; its memory is free when the graphs that use it are gone."""
+        self._open_pool()
+
     def _open_pool(self) -> None:
-        """A pool ends with its last graph; this one does nothing and stays."""
+        """An empty graph that keeps the memory pool alive, because a pool ends with its last graph."""
         self._keeper = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             self._keeper.capture_begin(capture_error_mode="thread_local")
@@ -65,7 +92,7 @@ class CaptureStream:
             self._keeper.capture_end()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed; torch leaves its allocator and its generator in the state of capturing."""
+        """End a failed capture; torch leaves its allocator and generator in capture mode."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError):
@@ -81,11 +108,11 @@ class CaptureStream:
 
 @contextlib.contextmanager
 def _own_scratch_memory() -> Iterator[None]:
-    """Matrix products take their scratch memory from the graphs' own pool.
+    """Allocate the workspace of matrix products from the pool of the graphs.
 
-    torch keeps that memory by stream, and from 2.11 on frees it when any graph that was captured on the stream ends,
-    though others still write to it (pytorch#193402). Freed in the pool, only graphs can have it, of which one runs at
-    a time; freed outside, it would be anybody's.
+    torch keeps one workspace per stream and, since 2.11, frees it when any graph of the stream ends, although other
+    graphs still write to it (pytorch#193402). Inside the pool only graphs can reuse freed memory, and one graph runs at
+    a time; outside, any allocation could get it.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -96,7 +123,7 @@ def _own_scratch_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Work that waits for the device raises: it would end a capture, and is found out here without one."""
+    """Raise an error for work that waits for the device, which would fail a capture."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
@@ -112,7 +139,7 @@ def no_waits() -> Iterator[None]:
 
 
 def _in_words(error: BaseException) -> str:
-    """The first line of the deepest cause: torch hides what failed in a capture behind what noticed it."""
+    """The first line of the innermost cause, which torch hides behind later errors of a capture."""
     cause: BaseException = error
     while (before := cause.__cause__ or cause.__context__) is not None:
         cause = before

@@ -1,7 +1,7 @@
-"""A replica's steps as CUDA graphs: one launch instead of hundreds, over inputs that stay in one place.
+"""A replica's steps as CUDA graphs: one launch instead of hundreds, with inputs at fixed addresses.
 
-Decides which steps are captured (those of batch shapes that come again) and which run eagerly beside them. Whether
-capture is worth it is decided in `execution`. The parameters, buffers and states are the replica's own.
+Decides which steps are captured (those of repeated batch shapes) and which run eagerly. `execution` decides whether
+capture pays. Parameters, buffers and states belong to the replica.
 """
 
 from __future__ import annotations
@@ -9,46 +9,44 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from outrider.data.parcel import Parcel
+from outrider.data.packed_batch import PackedBatch
+from outrider.replica.capturable_optimizer import OptimizerForm, Rates, hyperparameters, make_capturable
 from outrider.replica.capture import CaptureStream, Uncapturable
-from outrider.replica.logbook import LogEntries
-from outrider.replica.rates import OptimizerForm, Rates, hyperparameters, make_capturable
-
-if TYPE_CHECKING:
-    from outrider.replica.replica import Replica
+from outrider.replica.logged_scalars import LogEntries
+from outrider.replica.replica import Replica
 
 MAX_GRAPHS = 12
-"""Shapes whose graphs are kept; the one that was not used for longest makes room."""
+"""Number of shapes whose graphs are kept; the least recently used is dropped."""
 SIGHTS = 2
-"""A shape is captured when it comes this often: the last batch of a run is not worth it."""
+"""A shape is captured when it occurs this often; a single last batch is not worth a capture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Graph:
-    """A captured part of a step, and what the host does at each replay."""
+    """A captured part of a step, and the work of the host at each replay."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Any]
     samples: int
     logged: dict[str, float]
     gradients: list[Tensor | None]
-    """Where this part leaves the gradients, in the order of the arena's parameters."""
+    """The gradients of this part, in the order of the arena's parameters."""
 
 
 class CapturedSteps:
-    """Takes the place of a replica's plain steps.
+    """Runs a replica's steps as graphs.
 
-    The first step after `forget` runs eagerly, so that the optimizer makes its state; then graphs hold its address.
+    The first step after `forget` runs eagerly, so that the optimizer creates the state whose address graphs contain.
     """
 
     def __init__(self, replica: Replica, *, stream: CaptureStream, on_refusal: Callable[[str], None]) -> None:
-        """`on_refusal` is called once, with the reason, when capture turns out to be impossible after all."""
+        """`on_refusal` is called once with the reason if capture turns out to be impossible later."""
         self._replica = replica
         self._on_refusal = on_refusal
         self._stream = stream
@@ -56,7 +54,7 @@ class CapturedSteps:
         self._form = OptimizerForm(replica.optimizer)
         self._before_sleep: list[Any] | None = None
         self.num_warm_ups = 0
-        """Parts of steps that ran eagerly or were captured, so that later ones need not: no measure of speed."""
+        """Counts parts of steps that ran eagerly or were captured; such steps do not measure speed."""
         self.forget()
 
     @property
@@ -64,7 +62,7 @@ class CapturedSteps:
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Capture anew: after anything that moves or replaces parameters, states or settings of the optimizer."""
+        """Drop all graphs, after a change of parameters, optimizer state or optimizer settings."""
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._sights: Counter[Hashable] = Counter()
         self._has_updated = False
@@ -75,14 +73,19 @@ class CapturedSteps:
         self._rates = Rates(self._replica.optimizer, self._replica.device)
         self._hyperparameters = hyperparameters(self._replica.optimizer)
 
-    # Between segments callbacks may freeze layers, change settings or load states: the graphs know the old ones.
+    def free(self) -> None:
+        """Drop all graphs with their memory."""
+        self.forget()
+        self._stream.free()
+
+    # Between segments callbacks may freeze layers, change settings or load states, which graphs would not see.
 
     def sleep(self) -> None:
-        """A segment is over."""
+        """End of a segment."""
         self._before_sleep = self._facts()
 
     def wake(self) -> None:
-        """The next segment begins; where anything has changed since, graphs are captured anew."""
+        """Start of a segment; graphs are dropped if anything has changed since the last one."""
         if self._before_sleep is not None and self._facts() != self._before_sleep:
             self.forget()
 
@@ -98,27 +101,27 @@ class CapturedSteps:
         ]
         return [parameters, modules, states, hyperparameters(replica.optimizer)]
 
-    # What a replica does.
+    # The interface of a replica
 
-    def step(self, parcel: Parcel, *, samples: int, at: int) -> None:
+    def step(self, packed_batch: PackedBatch, *, samples: int, at: int) -> None:
         replica = self._replica
         replica.follow_schedule(at)
-        graph = self._graph_for("step", parcel, samples) if self._has_updated else None
+        graph = self._graph_for("step", packed_batch, samples) if self._has_updated else None
         if graph is None:
-            self._stream.run(lambda: replica.plain_step(parcel.batch(), samples=samples, at=at))
+            self._stream.run(lambda: replica.plain_step(packed_batch.batch(), samples=samples, at=at))
             self._updated()
             return
         self._rates.write(replica.rate_factor)
-        self._replay(graph, parcel)
+        self._replay(graph, packed_batch)
         replica.steps += 1
 
-    def gradient(self, parcel: Parcel, *, samples: int) -> None:
+    def gradient(self, packed_batch: PackedBatch, *, samples: int) -> None:
         replica = self._replica
-        graph = self._graph_for("gradient", parcel, samples)
+        graph = self._graph_for("gradient", packed_batch, samples)
         if graph is None:
-            self._stream.run(lambda: replica.plain_gradient(parcel.batch(), samples=samples))
+            self._stream.run(lambda: replica.plain_gradient(packed_batch.batch(), samples=samples))
             return
-        self._replay(graph, parcel)
+        self._replay(graph, packed_batch)
         for parameter, gradient in zip(replica.arena.parameters, graph.gradients, strict=True):
             parameter.grad = gradient
 
@@ -135,24 +138,24 @@ class CapturedSteps:
         replica.steps += 1
 
     def _updated(self) -> None:
-        """An eager update: the first one makes the optimizer's state."""
+        """An eager update; the first one creates the optimizer's state."""
         if not self._has_updated:
             self.num_warm_ups += 1
         self._has_updated = True
 
     # Graphs
 
-    def _graph_for(self, part: str, parcel: Parcel, samples: int) -> _Graph | None:
-        leaves, shape = pytree.tree_flatten(parcel.inputs)
+    def _graph_for(self, part: str, packed_batch: PackedBatch, samples: int) -> _Graph | None:
+        leaves, shape = pytree.tree_flatten(packed_batch.inputs)
         if self._refused or self._settings_moved() or not all(_is_fixed(leaf) for leaf in leaves):
             return None
         key = (part, samples, shape, tuple(_signature(leaf) for leaf in leaves))
-        return self._kept(key) or self._captured(key, lambda: self._capture_batch(part, parcel, samples))
+        return self._kept(key) or self._captured(key, lambda: self._capture_batch(part, packed_batch, samples))
 
     def _update_graph(self) -> _Graph | None:
         if self._refused or self._settings_moved():
             return None
-        # The graph reads gradients where they are: an exchange's, or those of the captured gradient.
+        # The graph reads gradients at fixed addresses: those of an exchange, or of the captured gradient.
         places = tuple(None if p.grad is None else p.grad.data_ptr() for p in self._replica.arena.parameters)
         key = ("update", places)
         return self._kept(key) or self._captured(key, self._capture_update)
@@ -185,37 +188,39 @@ class CapturedSteps:
         self._on_refusal(reason)
 
     def _settings_moved(self) -> bool:
-        """A schedule of momentum or a callback that changed the weight decay: the graphs know only the old one."""
+        """Whether optimizer settings changed, by a momentum schedule or a callback, so that graphs are outdated."""
         if hyperparameters(self._replica.optimizer) == self._hyperparameters:
             return False
         self.refuse("settings of the optimizer other than its learning rate change between steps")
         return True
 
-    def _capture_batch(self, part: str, parcel: Parcel, samples: int) -> _Graph:
-        leaves, shape = pytree.tree_flatten(parcel.inputs)
+    def _capture_batch(self, part: str, packed_batch: PackedBatch, samples: int) -> _Graph:
+        leaves, shape = pytree.tree_flatten(packed_batch.inputs)
         inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        held = Parcel(inputs=pytree.tree_unflatten(inputs, shape), unpack=parcel.unpack)
+        held = PackedBatch(inputs=pytree.tree_unflatten(inputs, shape), unpack=packed_batch.unpack)
         replica = self._replica
         replica.optimizer.zero_grad(set_to_none=True)
-        replica.tally.at(replica.steps)
-        before = replica.logbook.entries()
+        replica.loss_sums.at(replica.steps)
+        before = replica.logged_scalars.entries()
         try:
             graph = self._stream.capture(lambda: self._batch_work(part, held, samples))
         finally:
-            logged = replica.logbook.take_back(before)
-        replica.tally.captured(samples)
+            logged = replica.logged_scalars.take_back(before)
+        replica.loss_sums.captured(samples)
         _check_logged(logged, before)
         gradients = [parameter.grad for parameter in replica.arena.parameters] if part == "gradient" else []
         replica.optimizer.zero_grad(set_to_none=True)
         return _Graph(graph=graph, inputs=inputs, samples=samples, logged=logged, gradients=gradients)
 
-    def _batch_work(self, part: str, held: Parcel, samples: int) -> None:
+    def _batch_work(self, part: str, held: PackedBatch, samples: int) -> None:
         self._replica.compute_gradient(held.batch(), samples=samples)
         if part == "step":
             self._optimizer_work()
-        self._replica.tally.count_on()
+            self._replica.mark_update()
+        self._replica.loss_sums.count_on()
 
     def _optimizer_work(self) -> None:
+        self._replica.clip()
         with self._rates.installed():
             self._replica.optimizer.step()
 
@@ -223,19 +228,19 @@ class CapturedSteps:
         graph = self._stream.capture(self._optimizer_work)
         return _Graph(graph=graph, inputs=[], samples=0, logged={}, gradients=[])
 
-    def _replay(self, graph: _Graph, parcel: Parcel) -> None:
+    def _replay(self, graph: _Graph, packed_batch: PackedBatch) -> None:
         replica = self._replica
-        for place, leaf in zip(graph.inputs, pytree.tree_leaves(parcel.inputs), strict=True):
+        for place, leaf in zip(graph.inputs, pytree.tree_leaves(packed_batch.inputs), strict=True):
             if isinstance(place, Tensor):
                 place.copy_(leaf, non_blocking=True)
-        replica.tally.at(replica.steps)
+        replica.loss_sums.at(replica.steps)
         graph.graph.replay()
-        replica.tally.counted_on(graph.samples)
-        replica.logbook.logged_again(graph.logged)
+        replica.loss_sums.counted_on(graph.samples)
+        replica.logged_scalars.logged_again(graph.logged)
 
 
 def _is_fixed(leaf: Any) -> bool:
-    """Whether a graph can know a leaf: tensors by their place, plain values by heart."""
+    """Whether a graph can contain a leaf: tensors by address, plain values as constants."""
     if isinstance(leaf, Tensor):
         return leaf.is_cuda
     return leaf is None or isinstance(leaf, bool | int | str)

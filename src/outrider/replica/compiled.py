@@ -1,7 +1,7 @@
-"""The user's step function compiled by torch, for the batches of one size.
+"""The user's step function compiled by torch, for batches of one size.
 
-Decides that other sizes run uncompiled: a last batch is not worth the seconds of another compilation. The model that
-the user wrote is not wrapped or changed.
+Other sizes run uncompiled, because a last batch is not worth another compilation. The user's model is neither wrapped
+nor changed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 
 class CompiledStep:
-    """Compiled when it is called first."""
+    """Compiled at the first call."""
 
     def __init__(self, step: StepFunction, *, samples: int) -> None:
         self._plain = step
         self._compiled: StepFunction = torch.compile(step, dynamic=False)
+        self._samples = samples
+
+    def resize(self, samples: int) -> None:
+        """Compile for batches of another size from now on."""
         self._samples = samples
 
     def for_samples(self, samples: int) -> StepFunction:

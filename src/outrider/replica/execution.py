@@ -1,6 +1,7 @@
-"""How a replica's steps run: eagerly, compiled, or captured as a CUDA graph. Asked for, or tried out and chosen.
+"""Chooses how a replica's steps run: eager, compiled, or captured as a CUDA graph.
 
-Decides by a rehearsal on the replica itself; every choice comes with its reason. Called once per rank, before training.
+Decides by the recipe, or by trial steps on the replica; every choice has a reason. Called once per rank, before
+training.
 """
 
 from __future__ import annotations
@@ -12,28 +13,27 @@ from typing import Any
 
 import torch
 
-from outrider.core.effects import Decision
-from outrider.core.split import even
-from outrider.data.parcel import Parcel
+from outrider.data.packed_batch import PackedBatch
+from outrider.policy.effects import Decision
 from outrider.replica.capture import CaptureStream, Uncapturable
 from outrider.replica.captured import CapturedSteps
 from outrider.replica.compiled import CompiledStep
-from outrider.replica.rehearsal import Rehearsal, Trial
 from outrider.replica.replica import Replica
 from outrider.replica.snapshot import Snapshot
+from outrider.replica.trial_steps import Rehearsal, Trial
 
 LEAST_GAIN = 1.05
-"""A captured step must be so much faster than an eager one to be worth its memory and its rules."""
+"""A captured step must be faster than an eager one by this factor to be worth its memory and restrictions."""
 COMPILE_CAPABILITY = (7, 0)
-"""What Triton needs of a CUDA device."""
+"""The compute capability that Triton needs."""
 
 OnDecision = Callable[[Decision], None]
 
 
 def choose_execution(
-    replica: Replica, first_batch: Callable[[], Parcel], *, samples: int, on_decision: OnDecision
+    replica: Replica, first_batch: Callable[[], PackedBatch], *, samples: int, on_decision: OnDecision
 ) -> Decision:
-    """Set the replica up for the execution that its recipe asks for; `on_decision` hears of a later change of mind."""
+    """Set up the replica for the execution of its recipe; `on_decision` is called if that changes later."""
     asked = replica.recipe.execution
     if asked == "eager":
         return _decided("eager", "execution=eager was given")
@@ -48,13 +48,15 @@ def _decided(value: str, reason: str, **details: Any) -> Decision:
     return Decision("execution", value, reason, details)
 
 
-def _captured(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDecision) -> Decision:
+def _captured(replica: Replica, packed_batch: PackedBatch, samples: int, on_decision: OnDecision) -> Decision:
+    if replica.loss_scale is not None:
+        return _decided("eager", "with fp16 the host decides after each gradient whether the step counts")
     stream = CaptureStream(replica.device)
-    rehearsal = Rehearsal(replica, parcel, samples=samples, stream=stream)
+    rehearsal = Rehearsal(replica, packed_batch, samples=samples, stream=stream)
     eager = rehearsal.eager()
     captured = _trial_or_refusal(rehearsal, eager)
     if isinstance(captured, str):
-        # The frames of the failed step held its loss, and with it autograd's memory of another stream.
+        # The frames of the failed step kept its loss, and with it the autograd state of another stream.
         gc.collect()
         return _decided("eager", f"the step cannot be captured: {captured}", eager_ms=round(eager.ms, 2))
     details = {"eager_ms": round(eager.ms, 2), "graph_ms": round(captured.ms, 2)}
@@ -76,25 +78,27 @@ def _trial_or_refusal(rehearsal: Rehearsal, eager: Trial) -> Trial | str:
         return str(refusal)
 
 
-def _compiled(replica: Replica, parcel: Parcel, samples: int, on_decision: OnDecision) -> Decision:
-    """Compiled kernels still wait for their launches: on a CUDA device they are captured too."""
+def _compiled(replica: Replica, packed_batch: PackedBatch, samples: int, on_decision: OnDecision) -> Decision:
+    """Compile the step; on a CUDA device it is also captured, because compiled kernels still have launch overhead."""
     started_s = time.perf_counter()
-    trouble = _cannot_compile(replica) or _try_compiled(replica, parcel, samples)
+    trouble = _cannot_compile(replica) or _try_compiled(replica, packed_batch, samples)
     if replica.device.type != "cuda":
-        return _decided("eager" if trouble else "compile", trouble or _took(started_s))
-    took = _took(started_s)
-    captured = _captured(replica, parcel, samples, on_decision)
+        return _decided("eager" if trouble else "compile", trouble or _took(replica, started_s))
+    took = _took(replica, started_s)
+    captured = _captured(replica, packed_batch, samples, on_decision)
     if trouble:
         return _decided(captured.value, f"{trouble}; {captured.reason}", **captured.details)
     return _decided("compile", f"{took}; {captured.reason}", **captured.details)
 
 
-def _took(started_s: float) -> str:
-    return f"torch.compile took {time.perf_counter() - started_s:.1f} s"
+def _took(replica: Replica, started_s: float) -> str:
+    took = f"torch.compile took {time.perf_counter() - started_s:.1f} s"
+    return f"{took}; parts of shared batches run uncompiled" if replica.recipe.policy_spec.switches else took
 
 
 def _cannot_compile(replica: Replica) -> str | None:
-    if replica.recipe.policy == "balanced":
+    policy = replica.recipe.policy_spec
+    if policy.batch_is_global and not policy.switches:
         return "the step is not compiled: the shares of a batch change their sizes"
     if replica.device.type != "cuda":
         return None
@@ -105,14 +109,14 @@ def _cannot_compile(replica: Replica) -> str | None:
     return f"the step is not compiled: torch.compile needs compute capability {needed}, {replica.name} has {has}"
 
 
-def _try_compiled(replica: Replica, parcel: Parcel, samples: int) -> str | None:
-    """Why the step cannot be compiled; None where it is from now on."""
+def _try_compiled(replica: Replica, packed_batch: PackedBatch, samples: int) -> str | None:
+    """Compile the step; returns the reason if that fails, None on success."""
     snapshot = Snapshot(replica)
     try:
-        # First as it is: an error of the user's own is not one of the compiler's.
-        replica.plain_step(parcel.batch(), samples=samples, at=0)
-        replica.compiled = CompiledStep(replica.recipe.step, samples=even(samples, replica.recipe.accumulate)[0])
-        replica.plain_step(parcel.batch(), samples=samples, at=0)
+        # First uncompiled, to distinguish errors of the user's code from those of the compiler.
+        replica.plain_step(packed_batch.batch(), samples=samples, at=0)
+        replica.compiled = CompiledStep(replica.recipe.step, samples=replica.micro_batches.counts(samples)[0])
+        replica.plain_step(packed_batch.batch(), samples=samples, at=0)
         return None
     except Exception as error:
         if replica.compiled is None:
@@ -122,5 +126,5 @@ def _try_compiled(replica: Replica, parcel: Parcel, samples: int) -> str | None:
         return f"the step cannot be compiled: {lines[0]}"
     finally:
         snapshot.restore()
-        replica.tally.drain()
-        replica.logbook.drain()
+        replica.loss_sums.drain()
+        replica.logged_scalars.drain()

@@ -1,24 +1,33 @@
-"""A replica whose steps the user takes: models, optimizers and schedules that the user made.
+"""The replica of a user's loop: models, optimizers and schedules that the user created and steps.
 
-Decides what happens around `optimizer.step()`: the schedule, and the rate that makes up for averaging. When replicas
-are averaged, and what comes before a step that is shared, is the user loop's business, which sets `before_step`.
+Decides what happens around `optimizer.step()`: the schedule, and the scaling of the learning rate. `rank` decides when
+replicas are averaged, and sets `before_step` for shared steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
+from outrider.average.arena_layout import ArenaLayout
+from outrider.data import randomness
 from outrider.errors import ConfigError
-from outrider.replica.compensation import compensate
-from outrider.replica.logbook import Logbook
-from outrider.replica.recipe import Recipe
-from outrider.replica.tally import LossTally, refuse_bad
+from outrider.replica.averaging_compensation import compensate
+from outrider.replica.finite import FiniteCheck, check_update
+from outrider.replica.foreign_averages import refuse_wrapped, watch_wrapping
+from outrider.replica.logged_scalars import LoggedScalars
+from outrider.replica.loop_losses import LoopLosses
+from outrider.replica.loop_scaler import LoopScaler, unscaled_loss
+from outrider.replica.loss_sums import LossSums, refuse_bad
+from outrider.replica.portable_state import load_optimizer
+from outrider.replica.recipe import LoopRecipe
+from outrider.replica.schedule_ticks import ScheduleTicks, TickPer
 
 
 class LoopReplica:
@@ -26,7 +35,7 @@ class LoopReplica:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: LoopRecipe,
         *,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
@@ -34,12 +43,15 @@ class LoopReplica:
         device: torch.device,
         rank: int,
         name: str,
+        scaler: GradScaler | None = None,
+        per: TickPer = "optimizer-step",
     ) -> None:
         self.recipe = recipe
         self.device = device
         self.rank = rank
         self.name = name
         """The device as the user wrote it, for messages."""
+        refuse_wrapped(models)
         self.models = tuple(models)
         self.optimizers = tuple(optimizers)
         self.schedulers = tuple(schedulers)
@@ -49,83 +61,201 @@ class LoopReplica:
             _check_moved_by_samples(scheduler)
         _check_owned(self.model, self.optimizers)
         self.arena = Arena(self.model)
+        self.finite = FiniteCheck(self.arena)
         for optimizer in self.optimizers:
             _move_state(optimizer)
         self.compensation = compensate(
-            self.optimizers[0], policy=recipe.policy, outer=recipe.outer, lr_scale=recipe.lr_scale
+            self.optimizers[0],
+            policy=recipe.policy,
+            outer=recipe.outer,
+            lr_scale=recipe.lr_scale,
+            shortest_window=recipe.anchor or recipe.min_anchor or 1,
         )
         self.rate_factor = 1.0 if recipe.lr_scale == "auto" else recipe.lr_scale
-        """On every learning rate: what was asked for, or the effective number of ranks."""
+        """Factor of every learning rate: `lr_scale`, or the effective number of ranks."""
         self.steps = 0
         """Steps of the first optimizer."""
         self.ticks = 0
         self.at = 0
-        """Samples that the whole world has consumed, for the schedule."""
-        self._batch_size = 1
-        self._ticks_before = self._ticking_since = 0
-        self.logbook = Logbook()
-        self.tally = LossTally(device)
+        """Samples of the whole world so far, for the schedule."""
+        self.counts = ScheduleTicks(per)
+        self.logged_scalars = LoggedScalars()
+        self.loss_sums = LossSums(device)
+        self.losses = LoopLosses(self.loss_sums)
         self.before_step: Callable[[torch.optim.Optimizer], None] = refuse_step
         self._rates: list[float] = []
         self._hooks = [optimizer.register_step_pre_hook(self._step_begins) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._step_ended) for optimizer in self.optimizers]
+        self._hooks += watch_wrapping(self.models)
         for scheduler in self.schedulers:
             _take_over(scheduler)
+        self.scaler = None if scaler is None else LoopScaler(scaler, device=device)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The only optimizer; for several, one that shows the parameter groups and the state of all."""
+        """The only optimizer; for several, a view of the parameter groups and state of all."""
         return self.optimizers[0] if len(self.optimizers) == 1 else _joined(self.optimizers)
 
     @property
     def learning_rate(self) -> float:
-        """Of the first parameter group, as the next step uses it."""
+        """The learning rate of the first parameter group in the next step."""
         return float(self.optimizers[0].param_groups[0]["lr"]) * self.rate_factor
 
     def saw_ranks(self, effective_ranks: float) -> None:
-        """How many equal ranks would share the samples as unequally as these do; the same on all ranks."""
+        """Set the effective number of ranks, 1/Σ w², which is equal on all ranks."""
         if self.compensation.follows_ranks:
             self.rate_factor = effective_ranks
 
-    def tick_every(self, batch_size: int, *, since: int) -> None:
-        """Schedules tick once per so many samples; where that changes, only from these samples of the world on."""
-        if batch_size != self._batch_size:
-            self._ticks_before += (since - self._ticking_since) // self._batch_size
-            self._ticking_since, self._batch_size = since, batch_size
+    @property
+    def can_overlap(self) -> bool:
+        """Scaled gradients are averaged when they are unscaled, and accumulated ones when they are whole."""
+        return not self.scales_gradients and all(one.grad is None for one in self.arena.parameters)
+
+    @property
+    def scales_gradients(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled
+
+    def lay_out(self, *, changing: Collection[str], trained: Collection[str] | None) -> None:
+        """Lay out anew what takes part in averages, after tensors were frozen or thawed."""
+        self.arena = self.arena.relaid(self.model, changing=changing, trained=trained)
+        self.finite = FiniteCheck(self.arena)
 
     def zero_gradients(self) -> None:
         for parameter in self.arena.parameters:
             parameter.grad = None
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip what this optimizer is about to use."""
+        """Clip the gradients of this optimizer."""
         if self.recipe.max_grad_norm is not None:
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(owned, self.recipe.max_grad_norm)
 
     def check_loss(self) -> None:
-        """Raise if a loss since the start was not finite; waits for a GPU, so it is called once per window there."""
-        refuse_bad(self.tally.bad_step(), rank=self.rank, name=self.name)
+        """Raise if a loss or an update was not finite; waits for a GPU, so it is called once per window there."""
+        refuse_bad(self.loss_sums.bad_steps(), self)
+
+    def check_finite(self) -> None:
+        """Raise if parameters are not finite after the last step; waits for a GPU."""
+        check_update(self)
+
+    def watch_loss(self) -> None:
+        """The same as `check_loss`: the user's loop waits for its device anyway."""
+        self.check_loss()
+
+    def forget_captures(self) -> None:
+        """Nothing is captured in a user's loop."""
+
+    def _watch_update(self) -> None:
+        """After an update: raise an error if it was not finite; on a GPU this is deferred to `check_loss`."""
+        if self.device.type == "cpu":
+            # The next loss that the user passes would show it.
+            if not self.loss_sums.has_losses:
+                self.check_finite()
+        elif (probe := self.finite.probe()) is not None:
+            self.loss_sums.at(self.steps - 1)
+            self.loss_sums.saw_update(probe)
+
+    # For a checkpoint
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide which samples and steps come next; batches are the user's business."""
+        return {
+            "seed": self.recipe.seed,
+            "policy": self.recipe.policy_spec.name,
+            "lr_scale": self.recipe.lr_scale,
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+            "grad_scaler": self.scaler is not None,
+            "per": self.counts.per,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What this rank alone knows: optimizers, schedules, random state, steps."""
+        return {
+            "random": randomness.saved_state(self.device),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            # In the middle of a pass the user may be accumulating.
+            "gradients": [parameter.grad for parameter in self.arena.parameters],
+            "ticks": self.ticks,
+            "counts": self.counts.state(),
+            "steps": self.steps,
+            "rate_factor": self.rate_factor,
+            "scaler": None if self.scaler is None else self.scaler.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """All but the random state: the user may draw before the loop goes on."""
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        for parameter, gradient in zip(self._parameters_of(state), state["gradients"], strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        self.ticks, self.steps = state["ticks"], state["steps"]
+        if state["rate_factor"] is not None:
+            self.rate_factor = state["rate_factor"]
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.restore(state["scaler"])
+
+    def _parameters_of(self, state: dict[str, Any]) -> list[nn.Parameter]:
+        """The parameters whose gradients were saved: older checkpoints have those of frozen ones as well."""
+        if "trained" in state:
+            return self.arena.parameters
+        layout = ArenaLayout(self.model, takes_all=True)
+        tensors = [tenant.tensor for region in layout.regions for tenant in region.tenants]
+        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
     def release(self) -> None:
-        """Models, optimizers and schedules are the user's alone again."""
+        """Remove all hooks from models, optimizers and schedules."""
         self.arena.dissolve()
         for hook in self._hooks:
             hook.remove()
         for scheduler in self.schedulers:
             _hand_back(scheduler)
+        if self.scaler is not None:
+            self.scaler.release()
 
-    # Around every step of an optimizer, also one that the user calls.
+    # Steps as the session takes them for the user
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass, from the scaled loss where there is a scaler."""
+        (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
+
+    def saw_loss(self, loss: torch.Tensor, samples: int) -> None:
+        """A backward pass ended; on a CPU raises if its loss was not finite."""
+        self.losses.add(unscaled_loss(loss), samples, self.steps)
+        if self.device.type == "cpu":
+            self.check_loss()
+
+    def step_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """The same as `step`, unless a scaler has several optimizers: its update would come too early for the next."""
+        if self.scaler is not None and len(self.optimizers) > 1:
+            raise ConfigError(
+                f"{len(self.optimizers)} optimizers share one GradScaler, which is updated once after all of them",
+                hint="call scaler.step(optimizer) for each, then scaler.update()",
+            )
+        self.step(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer, through the scaler where there is one."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+
+    # Hooks around every step of an optimizer, also those that the user calls.
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # The arguments of `step` begin with the optimizer itself.
-        if len(args) > 1 or kwargs:
+        if any(given is not None for given in (*args[1:], *kwargs.values())):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() was given a closure, whose gradients nobody would average",
                 hint="call s.backward(loss), then optimizer.step()",
             )
         self.before_step(optimizer)
-        self._follow_schedule()
+        self.saw_step(optimizer)
+        self.follow_schedule(self.at)
         # Schedulers compute the next rate from the one in the group, so the factor must not stay there.
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
@@ -135,18 +265,36 @@ class LoopReplica:
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self.steps += optimizer is self.optimizers[0]
+        self._watch_update()
 
-    def _follow_schedule(self) -> None:
-        """The schedule is a function of the world's samples, so every policy and every solo sees the same one."""
-        due = self._ticks_before + (self.at - self._ticking_since) // self._batch_size
+    def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins, or a GradScaler skipped it; the steps of the first optimizer count."""
+        self.losses.saw_step()
+        if optimizer is self.optimizers[0]:
+            self.counts.saw_step(self.at)
+
+    def follow_schedule(self, at: int) -> None:
+        """Advance the schedule, a function of the world's samples, so that it is equal for all policies."""
+        due = self.counts.due(at)
         while self.schedulers and self.ticks < due:
             for scheduler in self.schedulers:
                 _own_kind(scheduler).step(scheduler)
             self.ticks += 1
 
+    def go_on_from(self, ticks: int) -> None:
+        """Schedules were at so many ticks when the user saved them; he has loaded their states himself."""
+        for scheduler in self.schedulers:
+            if scheduler.last_epoch != ticks:
+                raise ConfigError(
+                    f"{type(scheduler).__name__} stands at tick {scheduler.last_epoch}, the state of the session at "
+                    f"tick {ticks}",
+                    hint="save scheduler.state_dict() beside s.state_dict(), and load it before s.load_state_dict()",
+                )
+        self.ticks = ticks
+
 
 def refuse_step(optimizer: torch.optim.Optimizer) -> None:
-    """No batch is in hand, so no other rank takes this step."""
+    """Refuse a step outside of batches(), which no other rank would share."""
     raise ConfigError(
         f"{type(optimizer).__name__}.step() was called outside of the batches() loop, where nothing is averaged",
         hint="call it inside `for batch in s.batches(dataset, batch_size=64):`",
@@ -154,13 +302,13 @@ def refuse_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """State that was loaded before the model moved follows it to its device."""
+    """Move state that was loaded before the model moved to the model's device."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _check_owned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """A parameter that an optimizer moves and nobody averages would drift apart without a sign."""
+    """Refuse optimizers with parameters of no prepared model, which would never be averaged."""
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -181,14 +329,14 @@ def _check_moved_by_samples(scheduler: LRScheduler) -> None:
 
 
 def _take_over(scheduler: LRScheduler) -> None:
-    """The session moves a prepared schedule; a second hand would move it twice. Its state is what it was."""
+    """Make `step()` calls of the user on a prepared schedule an error, because the session advances it."""
     kind = type(scheduler)
 
     def refuse(*arguments: Any) -> None:
         raise ConfigError(
             f"{kind.__name__}.step() was called, but this schedule was given to prepare(), which moves it with the "
             "samples of all ranks",
-            hint="delete the call, or leave the schedule out of prepare() and step it once per epoch",
+            hint='delete the call; prepare(..., per="epoch") moves it once per epoch',
         )
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": refuse, "__module__": kind.__module__})
@@ -199,7 +347,7 @@ def _hand_back(scheduler: LRScheduler) -> None:
 
 
 def _own_kind(scheduler: LRScheduler) -> type[LRScheduler]:
-    """What it was before it was taken over."""
+    """The schedule's class before it was prepared."""
     return type(scheduler).__bases__[0]
 
 

@@ -1,22 +1,29 @@
-"""What is trained and how, apart from where: the options that the runtime and the lab share.
+"""The recipe of a training: model, optimizer, data and all options that training and the lab share.
 
-Decides what a valid recipe is; every value is checked here once and trusted afterwards.
+Decides which values are valid; every value is checked here once and trusted afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from outrider.average.outer import Outer
-from outrider.core.planner import PlannerConfig
-from outrider.core.policies import POLICIES
+from outrider.average.wire_codec import WIRES
 from outrider.data.augmented_feed import AugmentFunction
+from outrider.data.order import num_kept
 from outrider.errors import ConfigError, nearest
+from outrider.policy.extent import Extent
+from outrider.policy.policies import DEFAULT_POLICY, OUTER_STEP_POLICIES, PolicySpec, policy_spec
+from outrider.policy.window_plan import PlannerConfig
+from outrider.replica.batch_sizes import BatchSizes, by_rank, check_batch_size, mean_size, sizes_of
+from outrider.replica.micro_batches import MicroBatch, check_micro_batch, check_one_per_rank
+from outrider.replica.option_info import options_where
+from outrider.replica.precision import Precision, check_precision
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -24,47 +31,23 @@ StepFunction = Callable[[nn.Module, Any], torch.Tensor]
 EvaluateFunction = Callable[[nn.Module, Any], torch.Tensor | float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
-PolicyName = Literal["sync", "balanced", "cadence", "async", "independent"]
-PRECISIONS = ("fp32", "bf16")
 EXECUTIONS = ("auto", "eager", "compile", "graph")
 MEMORY_FORMATS = ("auto", "channels_last", "contiguous")
-MIN_ANCHOR = 20
-"""More frequent averages cost time and were found to teach no more: see docs/log.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """A training recipe; `batch_size` is per rank, for `balanced` the batch of the whole world."""
+class LoopRecipe:
+    """How ranks learn together, whoever takes the steps; `OPTION_INFOS` says what each option means."""
 
-    model: ModelSource
-    optimizer: OptimizerFactory
-    step: StepFunction
-    dataset: Any
-    batch_size: int
-    epochs: int = 1
-    policy: str = "cadence"
-    evaluate: EvaluateFunction | None = None
-    eval_dataset: Any = None
-    scheduler: SchedulerFactory | None = None
-    augment: AugmentFunction | None = None
-    lr_scale: float | Literal["auto"] = "auto"
+    policy: str | PolicySpec = DEFAULT_POLICY
+    lr_scale: float | Literal["auto"] = 1.0
     max_grad_norm: float | None = None
-    accumulate: int = 1
-    precision: str = "fp32"
-    execution: str = "auto"
-    """How steps run, on each device by itself; see `replica.execution`."""
-    memory_format: str = "auto"
-    """channels_last, contiguous, or what fits all devices."""
-    fused_optimizer: bool | Literal["auto"] = "auto"
-    """One kernel for all parameters, where torch has it."""
-    tf32: bool | Literal["auto"] = "auto"
-    """Shorter mantissas in fp32 products; by default in convolutions only, as torch does."""
     seed: int = 0
-    shuffle: bool = True
     outer: Outer | Literal["auto"] = "auto"
     average_optimizer: bool = False
+    wire: str = "fp32"
     anchor: int | None = None
-    min_anchor: int | None = None
+    min_anchor: int = 1
     max_anchor: int = 200
     overhead_target: float = 0.10
     drift_threshold: float | None = None
@@ -75,30 +58,163 @@ class Recipe:
     speed_hints: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, POLICIES)
-        check_choice("precision", self.precision, PRECISIONS)
-        check_choice("execution", self.execution, EXECUTIONS)
-        check_choice("memory_format", self.memory_format, MEMORY_FORMATS)
-        for name in ("fused_optimizer", "tf32"):
-            check_flag_or_auto(name, getattr(self, name))
-        for name in ("batch_size", "epochs", "accumulate"):
-            check_at_least(name, getattr(self, name), 1)
+        policy_spec(self.policy)
         check_at_least("max_overshoot", self.max_overshoot, 0)
         check_positive("max_grad_norm", self.max_grad_norm)
         if self.lr_scale != "auto":
             check_positive("lr_scale", self.lr_scale)
+        for name in ("guard", "average_optimizer"):
+            check_flag(name, getattr(self, name))
+        check_choice("wire", self.wire, WIRES)
+        self._check_wire()
+        if self.policy_spec.switches and self.outer != "auto" and self.outer.kind != "none":
+            raise ConfigError(
+                f"outer={self.outer.kind!r} was given, but policy {self.policy_spec.name!r} also shares steps",
+                hint=f"it belongs to averages of parameters: pass a policy such as {OUTER_STEP_POLICIES[0]!r}",
+            )
+
+    def _check_wire(self) -> None:
+        spec = self.policy_spec
+        if self.wire == "fp32" or (spec.averages and (spec.switches or not spec.shares_steps)):
+            return
+        reason = "averages gradients at every step, and promises exact ones" if spec.averages else "sends nothing"
+        raise ConfigError(
+            f"wire={self.wire!r} was given, but policy {spec.name!r} {reason}",
+            hint=f"leave wire out, or pass a policy that averages parameters, such as {OUTER_STEP_POLICIES[0]!r}",
+        )
+
+    @property
+    def policy_spec(self) -> PolicySpec:
+        """What the policy is: its row in the table, or the user's own."""
+        return policy_spec(self.policy)
+
+    def step_samples(self, world_size: int, *, batch_size: int) -> int:
+        """Samples of all ranks in one step: in `sync` one batch of every rank."""
+        return self.policy_spec.step_samples(batch_size, world_size)
+
+    def own_batch_size(self, rank: int, *, batch_size: int) -> int:
+        """The batch size of one rank, where all have `batch_size` or that on average."""
+        return batch_size
+
+    def planner_config(self, world_size: int, *, batch_size: int) -> PlannerConfig:
+        return PlannerConfig(
+            world_size=world_size,
+            batch_size=batch_size,
+            anchor=self.anchor,
+            min_anchor=self.min_anchor,
+            max_anchor=self.max_anchor,
+            overhead_target=self.overhead_target,
+            drift_threshold=self.drift_threshold,
+            guard=self.guard,
+            max_batch_diff=self.max_batch_diff,
+            shares=self.shares,
+            speed_hints=self.speed_hints,
+            is_blocking=self.policy_spec.blocks_at_averages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe(LoopRecipe):
+    """A whole training recipe, with the model, the data and the step of `train()`."""
+
+    model: ModelSource
+    optimizer: OptimizerFactory
+    step: StepFunction
+    dataset: Any
+    batch_size: BatchSizes
+    epochs: int = 1
+    steps: int | None = None
+    samples: int | None = None
+    evaluate: EvaluateFunction | None = None
+    eval_dataset: Any = None
+    scheduler: SchedulerFactory | None = None
+    augment: AugmentFunction | None = None
+    accumulate: int = 1
+    micro_batch: MicroBatch = "auto"
+    precision: Precision = "fp32"
+    execution: str = "auto"
+    memory_format: str = "auto"
+    fused_optimizer: bool | Literal["auto"] = "auto"
+    tf32: bool | Literal["auto"] = "auto"
+    shuffle: bool = True
+    order: Any = None
+    length: int | None = None
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        # A dataclass with slots is made anew, so `super()` without arguments would not find its class.
+        LoopRecipe.__post_init__(self)
+        check_precision(self.precision)
+        check_choice("execution", self.execution, EXECUTIONS)
+        check_choice("memory_format", self.memory_format, MEMORY_FORMATS)
+        for name in ("fused_optimizer", "tf32"):
+            check_flag_or_auto(name, getattr(self, name))
+        check_batch_size(self.batch_size, self.policy_spec)
+        for name in ("epochs", "accumulate"):
+            check_at_least(name, getattr(self, name), 1)
+        self._check_length()
         for name in ("model", "optimizer", "step"):
             check_callable(name, getattr(self, name))
         for name in ("evaluate", "scheduler", "augment"):
             if getattr(self, name) is not None:
                 check_callable(name, getattr(self, name))
-        for name in ("guard", "shuffle", "average_optimizer"):
+        for name in ("shuffle", "drop_last"):
             check_flag(name, getattr(self, name))
+        self._check_positions()
         self._check_evaluation()
-        if self.accumulate > self.batch_size:
+        check_micro_batch(self.micro_batch)
+        if self.accumulate > min(sizes_of(self.batch_size)):
             raise ConfigError(
                 f"accumulate must be <= batch_size, got accumulate={self.accumulate}, batch_size={self.batch_size}",
                 hint="a batch is computed in `accumulate` pieces of at least one sample",
+            )
+        if self.drop_last and not isinstance(self.batch_size, int):
+            raise ConfigError(
+                "drop_last=True was given, but batch_size has one value per rank: no size says what the last batch is",
+                hint="leave drop_last out: the last samples are dealt to the ranks that finish them first",
+            )
+
+    @property
+    def mean_batch_size(self) -> int:
+        """The batch size, or its mean over ranks: what ticks of a schedule and `steps` count."""
+        return mean_size(self.batch_size)
+
+    def with_devices(self, devices: Sequence[str]) -> Recipe:
+        """The same with batch sizes in the order of devices, where they were given by name."""
+        if not isinstance(self.batch_size, dict):
+            return self
+        return replace(self, batch_size=by_rank(self.batch_size, devices))
+
+    def own_batch_size(self, rank: int, *, batch_size: int) -> int:
+        assert not isinstance(self.batch_size, dict), "batch sizes by device are resolved before ranks start"
+        return self.batch_size[rank] if isinstance(self.batch_size, tuple) else batch_size
+
+    def planner_config(self, world_size: int, *, batch_size: int) -> PlannerConfig:
+        config = LoopRecipe.planner_config(self, world_size, batch_size=batch_size)
+        return replace(config, batch_sizes=self.batch_size) if isinstance(self.batch_size, tuple) else config
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse lists with another number of values than there are ranks."""
+        if isinstance(self.batch_size, tuple):
+            check_one_per_rank("batch_size", self.batch_size, world_size=world_size)
+        for name in ("micro_batch", "precision"):
+            if isinstance(getattr(self, name), tuple):
+                check_one_per_rank(name, getattr(self, name), world_size=world_size)
+
+    def _check_length(self) -> None:
+        for name in ("steps", "samples"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        if self.steps is not None and self.samples is not None:
+            refuse_two_lengths(["steps", "samples"])
+
+    def _check_positions(self) -> None:
+        if self.length is not None:
+            check_at_least("length", self.length, 1)
+        if self.order is not None and not callable(self.order) and not hasattr(self.order, "__iter__"):
+            raise ConfigError(
+                f"order must be a function of the epoch or a sampler, got {type(self.order).__name__}",
+                hint="pass order=lambda epoch: indices",
             )
 
     def _check_evaluation(self) -> None:
@@ -107,35 +223,36 @@ class Recipe:
         if self.evaluate is None and self.eval_dataset is not None:
             raise ConfigError("eval_dataset was given without evaluate", hint="pass evaluate=accuracy")
 
-    def planner_config(self, world_size: int, *, batch_size: int | None = None) -> PlannerConfig:
-        return PlannerConfig(
-            world_size=world_size,
-            batch_size=batch_size or self.batch_size,
-            anchor=self.anchor,
-            min_anchor=min(MIN_ANCHOR, self.max_anchor) if self.min_anchor is None else self.min_anchor,
-            max_anchor=self.max_anchor,
-            overhead_target=self.overhead_target,
-            drift_threshold=self.drift_threshold,
-            guard=self.guard,
-            max_batch_diff=self.max_batch_diff,
-            shares=self.shares,
-            speed_hints=self.speed_hints,
-            is_blocking=self.policy == "cadence",
-        )
+    def extent(self, num_samples: int, world_size: int) -> Extent:
+        """The length of the run on a data set of this size."""
+        unit = self.step_samples(world_size, batch_size=self.mean_batch_size)
+        kept = num_kept(num_samples, drop_last=self.drop_last, unit=unit)
+        steps = None if self.steps is None else self.steps * self.mean_batch_size
+        return Extent(epoch_samples=kept, total=steps or self.samples or self.epochs * kept)
 
 
-OBJECTS = frozenset({"model", "optimizer", "step", "dataset", "evaluate", "eval_dataset", "scheduler", "augment"})
-"""Options that are objects of the user's, not settings."""
+def refuse_two_lengths(names: Sequence[str]) -> NoReturn:
+    raise ConfigError(
+        f"{' and '.join(names)} were given, and each of them says how long to train",
+        hint="pass one of epochs, steps and samples",
+    )
 
 
-def plain(recipe: Recipe) -> dict[str, Any]:
-    """The settings of a recipe without the user's objects, as they are."""
+OBJECTS = options_where(Recipe, lambda info: info.is_object)
+"""Options that are objects of the user, not plain values."""
+SENT_BY_NAME = options_where(Recipe, lambda info: info.holds_code)
+"""Each is sent to the ranks by its name, so that errors can name it."""
+
+
+def plain(recipe: LoopRecipe) -> dict[str, Any]:
+    """The plain values of a recipe, without the user's objects."""
     return {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name not in OBJECTS}
 
 
-def settings(recipe: Recipe) -> dict[str, Any]:
+def settings(recipe: LoopRecipe) -> dict[str, Any]:
     """The same for `config.json`."""
-    return plain(recipe) | {"outer": recipe.outer if recipe.outer == "auto" else asdict(recipe.outer)}
+    outer = recipe.outer if recipe.outer == "auto" else asdict(recipe.outer)
+    return plain(recipe) | {"policy": recipe.policy_spec.name, "outer": outer}
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

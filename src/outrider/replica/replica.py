@@ -1,35 +1,43 @@
 """One replica: model, optimizer and schedule on one device, and its step.
 
-Decides how a step runs: eagerly, or by `CapturedSteps`. Which samples it takes and when replicas are averaged is the
-policy's business.
+Decides how a step runs: eagerly, or by `CapturedSteps`. The policy decides which samples it takes and when replicas are
+averaged.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from outrider.average.arena import Arena
-from outrider.data.parcel import as_parcel, unpacked
-from outrider.errors import ConfigError, OutriderError, StepError, named
-from outrider.replica.captured import CapturedSteps
-from outrider.replica.compensation import compensate
+from outrider.data import randomness
+from outrider.data.packed_batch import as_packed_batch, unpacked
+from outrider.errors import OutriderError, StepError, named
+from outrider.policy.effects import Decision
+from outrider.replica.averaging_compensation import compensate
+from outrider.replica.capture import FasterSteps
 from outrider.replica.compiled import CompiledStep
-from outrider.replica.logbook import Logbook, writing
-from outrider.replica.modes import evaluating
-from outrider.replica.pieces import pieces
-from outrider.replica.randomness import random_state, restore_random
-from outrider.replica.rates import OptimizerForm
+from outrider.replica.evaluation_mode import evaluating
+from outrider.replica.finite import FiniteCheck, check_update, gradient_not_finite
+from outrider.replica.gradient_accumulation import pieces
+from outrider.replica.logged_scalars import LoggedScalars, PendingScalars, writing
+from outrider.replica.loss_scale import LossScale
+from outrider.replica.loss_sums import LossSums, refuse_bad
+from outrider.replica.micro_batches import MicroBatches, limit_of
+from outrider.replica.portable_state import load_optimizer
+from outrider.replica.precision import choose_precision
 from outrider.replica.recipe import Recipe, StepFunction
-from outrider.replica.tally import LossTally, refuse_bad
+from outrider.replica.retaken_step import RetakenSteps
+from outrider.replica.run_identity import identity_of
 from outrider.replica.tuning import autocast, fuse_optimizer, set_tf32, to_channels_last
+from outrider.replica.user_factories import make_model, make_optimizer, make_scheduler, no_advice_on_order
+
+Overlapped = Callable[[], AbstractContextManager[None]]
 
 
 class Replica:
@@ -41,58 +49,86 @@ class Replica:
         self.rank = rank
         self.name = name
         """The device as the user wrote it, for messages."""
-        torch.manual_seed(recipe.seed)
-        self.model = _make_model(recipe).to(device)
+        randomness.seed_run(recipe.seed)
+        self.model = make_model(recipe).to(device)
         self.model.train()
         self.arena = Arena(self.model)
-        self.optimizer = _make_optimizer(recipe, self.model)
+        self.finite = FiniteCheck(self.arena)
+        self.optimizer = make_optimizer(recipe, self.model)
         fuse_optimizer(self.optimizer, recipe, device)
         set_tf32(recipe, device)
-        self.scheduler = _make_scheduler(recipe, self.optimizer)
+        self.scheduler = make_scheduler(recipe, self.optimizer)
         self.compensation = compensate(
-            self.optimizer, policy=recipe.policy, outer=recipe.outer, lr_scale=recipe.lr_scale
+            self.optimizer,
+            policy=recipe.policy,
+            outer=recipe.outer,
+            lr_scale=recipe.lr_scale,
+            shortest_window=recipe.anchor or recipe.min_anchor or 1,
         )
         self.rate_factor = 1.0
-        """On the learning rate: the effective number of ranks where the compensation follows it."""
-        # Rank 0 draws as a plain loop would; the others need their own dropout.
-        if rank > 0:
-            torch.manual_seed(recipe.seed * 1_000_003 + rank)
+        """Factor of the learning rate: the effective number of ranks if the compensation uses it."""
+        randomness.seed_rank(recipe.seed, rank)
         self.ticks = 0
         self.steps = 0
-        self.logbook = Logbook()
-        self.tally = LossTally(device)
-        self.captured: CapturedSteps | None = None
-        """Takes the steps where they are CUDA graphs."""
+        self._num_skipped = 0
+        self.logged_scalars = LoggedScalars()
+        self.loss_sums = LossSums(device)
+        self.batch_size = recipe.own_batch_size(rank, batch_size=recipe.mean_batch_size)
+        self.micro_batches = MicroBatches(
+            limit=limit_of(recipe.micro_batch, rank), accumulate=recipe.accumulate, batch_size=self.batch_size
+        )
+        self.precision_choice = choose_precision(recipe.precision, rank=rank, device=device, name=name)
+        self.precision = self.precision_choice.value
+        self.loss_scale = LossScale() if self.precision == "fp16" else None
+        self.on_loss_scale: Callable[[Decision], None] = lambda decision: None
+        """Called when a step was skipped because this rank's gradient overflowed."""
+        self.on_micro_batch: Callable[[Decision], None] = lambda decision: None
+        """Called when memory ran out and micro-batches became smaller."""
+        self._retaken = RetakenSteps(self, on_shrink=lambda decision: self.on_micro_batch(decision))
+        self.captured: FasterSteps | None = None
+        """Runs the steps if they are CUDA graphs."""
         self.compiled: CompiledStep | None = None
 
     @property
     def num_warm_ups(self) -> int:
-        """Grows with every step that says nothing about speed, since something new to the device was captured in it."""
-        return 0 if self.captured is None else self.captured.num_warm_ups
+        """Counts steps that do not measure speed: something was captured or warmed up in them, or they came twice."""
+        return self._retaken.num_retaken + (0 if self.captured is None else self.captured.num_warm_ups)
 
     def use_channels_last(self) -> None:
-        """Lay the weights of convolutions out anew; before anybody has learned the arena's layout."""
+        """Change the memory format of convolutions; before the layout of the arena is used."""
         to_channels_last(self.model)
         self.arena = Arena(self.model)
+        self.finite = FiniteCheck(self.arena)
 
-    # A local step: gradient, clip, optimizer. `data` is a batch, or the parcel of one.
+    def lay_out(self, *, changing: Collection[str], trained: Collection[str] | None) -> None:
+        """Lay out anew what takes part in averages, after tensors were frozen or thawed."""
+        self.arena = self.arena.relaid(self.model, changing=changing, trained=trained)
+        self.finite = FiniteCheck(self.arena)
+        self.forget_captures()
+
+    # A local step: gradient, clip, optimizer. `data` is a batch, or the packed batch of one.
 
     def step(self, data: Any, *, samples: int, at: int) -> None:
-        """Forward, backward and optimizer on one batch; `at` is the samples the whole world has consumed."""
+        """Forward, backward and optimizer on one batch; `at` is the number of samples of the whole world so far."""
         if self.captured is None:
             self.plain_step(unpacked(data), samples=samples, at=at)
         else:
-            self.captured.step(as_parcel(data), samples=samples, at=at)
+            self.captured.step(as_packed_batch(data), samples=samples, at=at)
 
-    def gradient(self, data: Any, *, samples: int) -> None:
-        """Forward, backward and clipping; afterwards every used parameter holds its gradient."""
+    def gradient(self, data: Any, *, samples: int, overlapped: Overlapped = nullcontext) -> None:
+        """Forward and backward; afterwards every used parameter holds its gradient.
+
+        `overlapped` is entered around a single backward pass: gradients may then be summed before it ends.
+        """
         if self.captured is None:
-            self.plain_gradient(unpacked(data), samples=samples)
+            self.plain_gradient(unpacked(data), samples=samples, overlapped=overlapped)
         else:
-            self.captured.gradient(as_parcel(data), samples=samples)
+            self.captured.gradient(as_packed_batch(data), samples=samples)
 
     def no_gradient(self) -> None:
         """Take part in a shared step without samples."""
+        if self.loss_scale is not None:
+            self.loss_scale.unscale([])
         self.optimizer.zero_grad(set_to_none=True)
 
     def update(self, *, at: int) -> None:
@@ -102,45 +138,73 @@ class Replica:
         else:
             self.captured.update(at=at)
 
-    # The same, one operation after the other.
+    # The same, eagerly.
 
     def plain_step(self, batch: Any, *, samples: int, at: int) -> None:
         self.plain_gradient(batch, samples=samples)
+        if self.loss_scale is not None and self.loss_scale.has_overflow:
+            self.skip_update(at=at)
+            return
         self.plain_update(at=at)
+        self.watch_update()
 
-    def plain_gradient(self, batch: Any, *, samples: int) -> None:
+    def plain_gradient(self, batch: Any, *, samples: int, overlapped: Overlapped = nullcontext) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.compute_gradient(batch, samples=samples)
+        compute = partial(self.compute_gradient, batch, samples=samples, overlapped=overlapped)
+        self._retaken.run(compute, samples=samples)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale([one.grad for one in self.arena.parameters if one.grad is not None])
         if self.device.type == "cpu":
             self.check_loss()
 
-    def compute_gradient(self, batch: Any, *, samples: int) -> None:
-        """Forward, backward and clipping, without any wait for the device."""
+    def compute_gradient(self, batch: Any, *, samples: int, overlapped: Overlapped = nullcontext) -> None:
+        """Forward and backward, without any wait for the device."""
         try:
-            self._backward(batch, samples)
+            self._backward(batch, samples, overlapped)
         except OutriderError:
             raise
         except Exception as error:
             raise self._step_error(error) from error
+
+    def clip(self) -> None:
+        """Part of the update, so that a shared step clips the gradient of the whole batch, as one device does."""
         if self.recipe.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.arena.parameters, self.recipe.max_grad_norm)
 
     def plain_update(self, *, at: int) -> None:
         self.follow_schedule(at)
         try:
+            self.clip()
             self.optimizer_step()
         except Exception as error:
             raise self._step_error(error, " in the optimizer") from error
         self.steps += 1
+        if self.loss_scale is not None:
+            self.loss_scale.took_step()
+
+    def skip_update(self, *, at: int) -> None:
+        """Leave parameters and optimizer as they are, because a gradient overflowed here or on another rank."""
+        self.follow_schedule(at)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self._num_skipped += 1
+        scale = self.loss_scale
+        if scale is None:
+            return
+        if scale.is_hopeless:
+            raise gradient_not_finite(rank=self.rank, name=self.name, step=self.steps - 1)
+        scale.skipped_step()
+        if scale.has_overflow:
+            self.on_loss_scale(Decision("loss scale", scale.value, f"the gradient of step {self.steps - 1} overflowed"))
 
     def saw_ranks(self, effective_ranks: float) -> None:
-        """How many equal ranks would share the samples as unequally as these do; the same on all ranks."""
+        """Set the effective number of ranks, 1/Σ w², which is equal on all ranks."""
         if self.compensation.follows_ranks:
             self.rate_factor = effective_ranks
 
     @property
     def learning_rate(self) -> float:
-        """Of the first parameter group, as the next step uses it."""
+        """The learning rate of the first parameter group in the next step."""
         return float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
 
     def optimizer_step(self) -> None:
@@ -156,19 +220,22 @@ class Replica:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _backward(self, data: Any, samples: int) -> None:
-        if self.recipe.accumulate == 1:
-            loss = self._loss(data, samples)
-            loss.backward()
-            self.tally.add(loss, samples, self.steps)
-            return
-        for piece, count in pieces(data, samples, self.recipe.accumulate):
-            loss = self._loss(piece, count)
-            (loss * (count / samples)).backward()
-            self.tally.add(loss, count, self.steps)
+    def _backward(self, data: Any, samples: int, overlapped: Overlapped) -> None:
+        counts = self.micro_batches.counts(samples)
+        losses, scalars = [], PendingScalars()
+        with overlapped() if len(counts) == 1 else nullcontext():
+            for piece, count in pieces(data, counts):
+                loss = self._loss(piece, count, scalars)
+                part = loss if count == samples else loss * (count / samples)
+                (part if self.loss_scale is None else self.loss_scale.scaled(part)).backward()
+                losses.append((loss.detach(), count))
+        # Only now: a micro-batch that runs out of memory has the whole batch taken again.
+        for loss, count in losses:
+            self.loss_sums.add(loss, count, self.steps)
+        scalars.count_in(self.logged_scalars)
 
-    def _loss(self, data: Any, samples: int) -> torch.Tensor:
-        with writing(self.logbook, samples=samples), self.autocast():
+    def _loss(self, data: Any, samples: int, scalars: PendingScalars) -> torch.Tensor:
+        with writing(scalars, samples=samples), self.autocast():
             loss = self._step_function(samples)(self.model, data)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise self._bad_result(
@@ -189,24 +256,40 @@ class Replica:
         message = f"rank {self.rank} ({self.name}), step {self.steps}: {trouble}"
         return StepError(message, hint=hint, rank=self.rank, step=self.steps)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return autocast(self.recipe.precision, self.device)
+    def autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.precision, self.device)
+
+    def watch_update(self) -> None:
+        """After an update: on a GPU record whether it was finite; on a CPU the next loss shows it."""
+        if self.device.type != "cpu":
+            self.loss_sums.at(self.steps - 1)
+            self.mark_update()
+
+    def mark_update(self) -> None:
+        """The same on a GPU for the current step of the loss sums, without waiting; part of a captured step."""
+        probe = self.finite.probe()
+        if probe is not None:
+            self.loss_sums.saw_update(probe)
+
+    def check_finite(self) -> None:
+        """Raise if parameters are not finite after the last step; waits for a GPU."""
+        check_update(self)
 
     def check_loss(self) -> None:
-        """Raise if a loss since the start was not finite; waits for a GPU."""
-        refuse_bad(self.tally.bad_step(), rank=self.rank, name=self.name)
+        """Raise if a loss or an update since the start was not finite; waits for a GPU."""
+        refuse_bad(self.loss_sums.bad_steps(), self)
 
     def watch_loss(self) -> None:
-        """The same without waiting: a GPU's losses are those it had seen when this was called before."""
-        refuse_bad(self.tally.bad_step_so_far(), rank=self.rank, name=self.name)
+        """The same without waiting: on a GPU it checks the losses up to the previous call."""
+        refuse_bad(self.loss_sums.bad_steps_so_far(), self)
 
     def follow_schedule(self, at: int) -> None:
-        """The schedule is a function of the world's samples, so every policy and every solo sees the same one."""
+        """Advance the schedule, a function of the world's samples, so that it is equal for all policies."""
         if self.scheduler is None:
             return
-        due = at // self.recipe.batch_size
+        due = at // self.recipe.mean_batch_size
         try:
-            with _no_advice_on_order() if self.steps == 0 else contextlib.nullcontext():
+            with no_advice_on_order() if self.steps == self._num_skipped else nullcontext():
                 while self.ticks < due:
                     self.scheduler.step()
                     self.ticks += 1
@@ -233,7 +316,7 @@ class Replica:
         )
 
     def call_user(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the user's other than the step; its exception names rank and step."""
+        """Call a user function other than the step; its exception names rank and step."""
         try:
             return function(*arguments)
         except OutriderError:
@@ -243,76 +326,69 @@ class Replica:
 
     # Checkpoints
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return (self.optimizer,)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Gradients of one backward pass, with hooks of its own, that nobody changes before they are summed."""
+        return self.captured is None and self.compiled is None and self.loss_scale is None
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide which samples and steps come next, for a checkpoint."""
+        return identity_of(self.recipe) | {
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": type(self.scheduler).__name__ if self.scheduler else None,
+        }
+
     def state(self) -> dict[str, Any]:
-        """What this rank alone knows: optimizer, schedule, random state, steps."""
-        return random_state(self.device) | {
+        """The state of this rank: optimizer, schedule, random state, steps."""
+        return {
+            "random": randomness.saved_state(self.device),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "ticks": self.ticks,
             "steps": self.steps,
             "rate_factor": self.rate_factor,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
+            "micro_batch": {"device": self.name, "limit": self.micro_batches.limit},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        # A checkpoint may come from a rank whose device wanted another form of the same optimizer.
-        form = OptimizerForm(self.optimizer)
-        self.optimizer.load_state_dict(state["optimizer"])
-        form.restore()
+        """Restore a state; if its "random" is None, as for a new rank, this rank uses its own random state."""
+        load_optimizer(self.optimizer, state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.ticks, self.steps = state["ticks"], state["steps"]
-        self.rate_factor = state["rate_factor"]
-        restore_random(self.device, state)
+        if state["rate_factor"] is not None:
+            self.rate_factor = state["rate_factor"]
+        if state["random"] is not None:
+            randomness.restore_saved(self.device, state["random"])
+        if self.loss_scale is not None and state.get("loss_scale") is not None:
+            self.loss_scale.restore(state["loss_scale"])
+        self._restore_micro_batch(state.get("micro_batch"))
         self.forget_captures()
 
+    def _restore_micro_batch(self, saved: dict[str, Any] | None) -> None:
+        """Use the size that fitted this device before, unless the user gives one; older checkpoints have none."""
+        if saved is not None and saved["device"] == self.name and self.micro_batches.limit is None:
+            self.micro_batches.limit = saved["limit"]
+
     def forget_captures(self) -> None:
-        """After anything that moved or replaced what a captured step knows by its address."""
+        """Drop captured steps after a change of the tensors whose addresses they contain."""
         if self.captured is not None:
             self.captured.forget()
 
+    def free_captures(self) -> None:
+        """The same, with their memory."""
+        if self.captured is not None:
+            self.captured.free()
 
-def _make_model(recipe: Recipe) -> nn.Module:
-    model = copy.deepcopy(recipe.model) if isinstance(recipe.model, nn.Module) else recipe.model()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model must be a torch.nn.Module or a function that makes one, got {type(model).__name__}",
-            hint="pass model=make_model where make_model() returns an nn.Module",
-        )
-    if recipe.memory_format == "channels_last":
-        to_channels_last(model)
-    return model
-
-
-def _make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = recipe.optimizer(model.parameters())
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer must make a torch.optim.Optimizer, got {type(optimizer).__name__}",
-            hint="pass optimizer=lambda p: torch.optim.Adam(p, 1e-3)",
-        )
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * (1.0 if recipe.lr_scale == "auto" else recipe.lr_scale)
-    return optimizer
-
-
-def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    if recipe.scheduler is None:
-        return None
-    scheduler = recipe.scheduler(optimizer)
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            f"scheduler must make a learning-rate schedule that advances by steps, got {type(scheduler).__name__}",
-            hint="pass scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, num_steps)",
-        )
-    return scheduler
-
-
-@contextlib.contextmanager
-def _no_advice_on_order() -> Iterator[None]:
-    """torch warns of a schedule that moves before the optimizer; here other ranks' steps may have moved it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        yield
+    def resize_compiled(self, samples: int) -> None:
+        """Compile the step for micro-batches of another size."""
+        if self.compiled is not None:
+            self.compiled.resize(samples)
 
 
 def _describe(value: object) -> str:

@@ -1,11 +1,15 @@
-"""Writes a new project from a template, whole or not at all, and never over something that is there.
+"""Creates a project from a template, and checks that its name can be a folder, a distribution and a package at once.
 
-What a project contains is in templates/; whether its name is fit is decided by names. Called by `outrider init`.
+Called by `outrider init`.
 """
 
 from __future__ import annotations
 
+import keyword
+import re
 import shutil
+import sys
+import unicodedata
 from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -13,16 +17,64 @@ from pathlib import Path, PurePosixPath
 
 from outrider._version import __version__
 from outrider.errors import ConfigError, nearest
-from outrider.scaffold.names import check_name, package_of
 
-TEMPLATES = ("loop", "train", "flow")
+_TAKEN = frozenset({"torch", "numpy", "outrider", "train", "tests", "test", "jobs", "pytest"})
+_FALLBACK = "my-project"
+
+
+def check_name(name: str) -> str:
+    """The name, if it is fit; else an error that says why and names one that is."""
+    problem = _problem(name)
+    if problem:
+        raise ConfigError(f"{problem}, got {name!r}", hint=f"for example {_suggestion(name)!r}")
+    return name
+
+
+def package_of(name: str) -> str:
+    """The package to import, of a fit project name."""
+    return name.replace("-", "_").lower()
+
+
+def _problem(name: str) -> str | None:
+    package = package_of(name)
+    if not name:
+        return "a project needs a name"
+    if "/" in name or "\\" in name:
+        return "a project name is not a path (see --directory)"
+    if re.search(r"\s", name):
+        return "a project name has no spaces"
+    if not name.isascii():
+        return "a project name has only ASCII letters, digits, - and _"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        return "a project name has only letters, digits, - and _"
+    if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?", name):
+        return "a project name starts with a letter and ends with a letter or digit"
+    if keyword.iskeyword(package) or keyword.iskeyword(name):
+        return "a project name cannot be a Python keyword"
+    if package in sys.stdlib_module_names or package in _TAKEN:
+        return f"a project name cannot hide the module {package!r}"
+    return None
+
+
+def _suggestion(name: str) -> str:
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    words = re.sub(r"[^A-Za-z0-9_]+", "-", plain).strip("-_0123456789").lower()
+    if words and _problem(words) is None:
+        return words
+    longer = f"my-{words}" if words else _FALLBACK
+    return longer if _problem(longer) is None else _FALLBACK
+
+
+TEMPLATES = ("loop", "train", "flow", "ray")
+_PARTS = {"ray": ("common", "ray")}
+"""Ray starts the ranks of its template; those of the others start with torchrun."""
 _SUFFIX = ".jinja"
 _EXECUTABLE = ".sh"
 _RENAMED = {"gitignore": ".gitignore"}
 
 
 def create_project(name: str, *, parent: Path, template: str) -> Path:
-    """A new project folder `parent/name`; an error where it exists or the name is unfit."""
+    """A new project folder `parent/name`; an error if it exists or the name is unfit."""
     check_name(name)
     _check_template(template)
     target = parent / name
@@ -66,7 +118,7 @@ def _write_files(folder: Path, *, name: str, template: str) -> None:
 
 def _template_files(template: str) -> Iterator[tuple[PurePosixPath, Traversable]]:
     root = resources.files("outrider.scaffold").joinpath("templates")
-    for part in ("common", template):
+    for part in _PARTS.get(template, ("common", "torchrun", template)):
         yield from _walk(root.joinpath(part), PurePosixPath())
 
 

@@ -1,6 +1,6 @@
-"""A timeline as a page: lanes, learning curves, shares and idle time, open from disk without a network.
+"""A timeline as a web page: lanes, learning curves, shares and idle time; works from disk without a network.
 
-Decides what the page shows; how it looks is `page`'s. Needs plotly installed; the other formats do not.
+Decides what the page shows; `web_page` decides how it looks. Needs plotly; the other formats do not.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.timeline import page
+from outrider.timeline import web_page as page
 from outrider.timeline.document import Timeline
 from outrider.timeline.idle import ALL_CAUSES
-from outrider.timeline.lanes import lanes_figure, lanes_key
-from outrider.timeline.summary import RankSummary, summarize
+from outrider.timeline.lane_figure import lanes_figure, lanes_key
+from outrider.timeline.timeline_summary import RankSummary, summarize
 
 _LOSS, _EVAL = page.INK, page.CAUSE_COLOURS["evaluation"]
 _MAX_EPOCHS = 1_000
@@ -49,7 +49,16 @@ def _lead(timeline: Timeline) -> str:
     policy = record.get("policy")
     by = f" with policy {policy}, averages by {record['backend']}" if policy and record.get("backend") else ""
     when = f", started {record['started_at'][:16].replace('T', ' ')}" if record.get("started_at") else ""
-    return f"Trained on {ranks}{by}{when}."
+    return f"Trained on {ranks}{by}{when}.{_gaps_in_events(timeline)}"
+
+
+def _gaps_in_events(timeline: Timeline) -> str:
+    """Notes about missing data."""
+    told = "".join(f" Events of rank {rank} are missing: {why}." for rank, why in timeline.missing.items())
+    status = timeline.record.get("status")
+    if timeline.is_from_event_files and status != "finished":
+        told += f" The run had not ended when this page was written (its record says {status!r})."
+    return told
 
 
 def _facts(timeline: Timeline) -> list[tuple[str, str]]:
@@ -66,8 +75,8 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
     ]
 
 
-def _lanes(timeline: Timeline) -> page.Section:
-    return page.Section(
+def _lanes(timeline: Timeline) -> page.PageSection:
+    return page.PageSection(
         title="What every rank did",
         note="Drag to zoom, double-click to zoom out, hover for details. Dotted lines end epochs. A throttled CPU rank "
         "stays below 100 %: that is what its threads could use. Triangles mark where the anchor was changed, diamonds "
@@ -80,10 +89,10 @@ def _lanes(timeline: Timeline) -> page.Section:
 # Learning
 
 
-def _learning(epochs: Sequence[Epoch]) -> page.Section:
+def _learning(epochs: Sequence[Epoch]) -> page.PageSection:
     by_epoch = {"title": "epochs", "rangemode": "tozero", **_whole_ticks(epochs)}
     by_time = {"title": "seconds since the first epoch began", "rangemode": "tozero"}
-    return page.Section(
+    return page.PageSection(
         title="Learning",
         figures=[
             _curves(epochs, [epoch["epoch"] + 1 for epoch in epochs], by_epoch, hover="epoch %{x}"),
@@ -121,7 +130,7 @@ def _curve(
 # Ranks
 
 
-def _ranks(ranks: Sequence[RankSummary], epochs: Sequence[Epoch]) -> page.Section:
+def _ranks(ranks: Sequence[RankSummary], epochs: Sequence[Epoch]) -> page.PageSection:
     headers = ("rank", "device", "batches", "samples", "share", "compute", "throttled", "averages", "median average")
     rows = [
         (
@@ -138,7 +147,13 @@ def _ranks(ranks: Sequence[RankSummary], epochs: Sequence[Epoch]) -> page.Sectio
         for rank in ranks
     ]
     figures = [_shares(epochs, ranks)] if epochs else []
-    return page.Section(title="Share of samples", html=page.table(headers, rows), figures=figures)
+    return page.PageSection(title="Share of samples", html=page.table(headers, rows), figures=figures)
+
+
+def _share(epoch: Epoch, rank: int) -> float | None:
+    """A rank's share of an epoch in percent; None if a resumed run had fewer ranks before."""
+    shares = epoch["share_by_rank"]
+    return round(100 * shares[rank], 2) if rank < len(shares) else None
 
 
 def _shares(epochs: Sequence[Epoch], ranks: Sequence[RankSummary]) -> page.Figure:
@@ -148,12 +163,12 @@ def _shares(epochs: Sequence[Epoch], ranks: Sequence[RankSummary]) -> page.Figur
             "type": "bar",
             "name": f"rank {rank.rank} · {rank.device}",
             "x": numbers,
-            "y": [round(100 * epoch["share_by_rank"][i], 2) for epoch in epochs],
+            "y": [_share(epoch, rank.rank) for epoch in epochs],
             "marker": {"color": page.rank_colour(rank.rank)},
             "hovertemplate": f"epoch %{{x}}<br>rank {rank.rank}: %{{y:.1f}} %<extra></extra>",
             **({"width": 0.4} if len(epochs) <= 6 else {}),
         }
-        for i, rank in enumerate(ranks)
+        for rank in ranks
     ]
     return page.figure(
         traces,
@@ -168,8 +183,8 @@ def _shares(epochs: Sequence[Epoch], ranks: Sequence[RankSummary]) -> page.Figur
 # Idle time
 
 
-def _idle(ranks: Sequence[RankSummary]) -> page.Section:
-    return page.Section(
+def _idle(ranks: Sequence[RankSummary]) -> page.PageSection:
+    return page.PageSection(
         title="Idle time by cause",
         note="Recorded: the waits that ranks measured themselves, short ones too. Sampled: device below 5 % for at "
         "least 0.5 s, with the cause found from what the rank did then."
@@ -209,12 +224,12 @@ def _idle_figure(ranks: Sequence[RankSummary]) -> page.Figure:
 
 
 def _whole_ticks(epochs: Sequence[Epoch]) -> dict[str, Any]:
-    """No half epochs on an axis of few."""
+    """Whole numbers only on an axis with few epochs."""
     return {"dtick": 1} if len(epochs) <= 20 else {}
 
 
 def _thinned(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Every n-th epoch of very many, the last among them."""
+    """Every n-th epoch of a long run, including the last."""
     step = -(-len(epochs) // _MAX_EPOCHS) if epochs else 1
     return list(epochs[::-1][::step][::-1])
 

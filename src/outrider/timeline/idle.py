@@ -1,6 +1,6 @@
-"""When devices were idle, and why: gaps in the sampled utilization, and the exact waits that ranks recorded.
+"""Idle time of devices and its causes: gaps in the sampled utilization, and the waits that ranks recorded.
 
-Decides what counts as a gap and which cause it gets; both views stand beside each other, neither corrects the other.
+Decides what counts as a gap and which cause it gets; the two views are independent of each other.
 Called by the summary, the exporters and the end of a run.
 """
 
@@ -21,7 +21,7 @@ IDLE_PERCENT = 5.0
 IDLE_S = 0.5
 UNEXPLAINED = "unexplained"
 ALL_CAUSES = (*CAUSES, UNEXPLAINED)
-# A gap is put down to what the rank did in at least this part of it.
+# A gap gets a cause if recorded events cover at least this fraction of it.
 _EXPLAINED = 0.5
 
 
@@ -41,7 +41,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A stretch of a rank's time of which some fraction was spent on a cause."""
+    """A span of a rank's time, and the fraction of it that was spent on a cause."""
 
     start_s: float
     end_s: float
@@ -53,7 +53,7 @@ class _Part:
 
 
 def idle_gaps(utilization: Mapping[str, Any] | None, events: Sequence[Event], found: Sequence[Span]) -> list[Gap]:
-    """The gaps of all ranks up to the end of their last epoch, each with its cause; none where nothing was sampled.
+    """The gaps of all ranks up to the end of their last epoch, each with its cause; empty without samples.
 
     `found` are the spans of the events.
     """
@@ -77,7 +77,7 @@ def sampled_s(utilization: Mapping[str, Any] | None, gaps: Iterable[Gap]) -> dic
 
 
 def recorded_s(events: Iterable[Event]) -> dict[int, dict[str, float]]:
-    """Seconds that each rank waited, by cause, as it measured them itself: short waits too."""
+    """Seconds that each rank waited, by cause, as it recorded them; includes short waits."""
     sums: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
     for event in events:
         if event["kind"] == "epoch end":
@@ -91,10 +91,10 @@ def _end_s(mine: Iterable[Event]) -> float:
 
 
 def _quiet(times_s: Sequence[float], percent: Sequence[float | None], *, end_s: float) -> Iterator[tuple[float, float]]:
-    """Stretches of samples below the threshold, long enough; a sample speaks for the time since the one before it."""
+    """Spans of samples below the threshold that are long enough; a sample covers the time since the previous one."""
     start_s: float | None = None
     before_s = 0.0
-    # A sample above the threshold at the end closes the last stretch.
+    # A sample above the threshold at the end closes the last span.
     for t, value in itertools.chain(zip(times_s, percent, strict=False), [(math.inf, 100.0)]):
         is_quiet = value is not None and value < IDLE_PERCENT
         if is_quiet and start_s is None:
@@ -107,7 +107,7 @@ def _quiet(times_s: Sequence[float], percent: Sequence[float | None], *, end_s: 
 
 
 def _with_causes(quiet: Iterable[tuple[float, float]], parts: Sequence[_Part], rank: int) -> Iterator[Gap]:
-    """Gaps and parts both in the order of time, so each part is looked at while it may matter only."""
+    """Both gaps and parts are in order of time, so each part is compared with nearby gaps only."""
     coming = iter(sorted(parts, key=lambda part: part.start_s))
     upcoming = next(coming, None)
     near: list[_Part] = []
@@ -120,7 +120,7 @@ def _with_causes(quiet: Iterable[tuple[float, float]], parts: Sequence[_Part], r
 
 
 def _cause(parts: Iterable[_Part], start_s: float, end_s: float) -> str:
-    """What the rank did for most of the gap, if it recorded that."""
+    """The cause that covers most of the gap, if enough of it was recorded."""
     shares: dict[str, float] = defaultdict(float)
     for part in parts:
         shares[part.cause] += part.within(start_s, end_s)
@@ -130,33 +130,46 @@ def _cause(parts: Iterable[_Part], start_s: float, end_s: float) -> str:
 
 
 def _parts(mine: Sequence[Event], found: Sequence[Span]) -> list[_Part]:
-    """What a rank's time went into besides computing."""
+    """The spans in which a rank did not compute."""
     parts = [_Part(start_s=a, end_s=b, cause="epoch boundary") for a, b in boundaries(mine)]
+    parts += [_boundaries_of(event) for event in mine if event["kind"] == "epoch end" and "count" in event]
     first_s = next((event["t"] for event in mine if event["kind"] == "epoch start"), None)
     if first_s is not None:
         parts.append(_Part(start_s=0.0, end_s=first_s, cause="startup"))
     window_starts = [span.start_s for span in found if span.name == "window"]
     for span in found:
-        if span.lane != AVERAGE or _is_blocking(span, window_starts):
+        if span.lane != AVERAGE or span.merged_s is not None or _is_blocking(span, window_starts):
             parts.extend(_parts_of(span))
     return parts
 
 
+def _boundaries_of(merged: Event) -> _Part:
+    """Boundaries between epochs that were merged into one event; their exact times are not known."""
+    start_s, end_s = merged["start"], merged["t"]
+    fraction = merged["boundary_ms"] / 1e3 / max(1e-9, end_s - start_s)
+    return _Part(start_s=start_s, end_s=end_s, cause="epoch boundary", fraction=fraction)
+
+
 def _is_blocking(average: Span, window_starts: Sequence[float]) -> bool:
-    """No window began while the average ran: a rank that averages in the background computes meanwhile."""
+    """Whether no window started during the average: with a background average the rank computes meanwhile."""
     return bisect_left(window_starts, average.start_s) == bisect_left(window_starts, average.end_s)
 
 
 def _parts_of(span: Span) -> Iterator[_Part]:
     start_s, end_s = span.start_s, span.end_s
+    length_s = end_s - start_s
+    # A merged span fills only a part of its length.
+    filled = 1.0 if span.merged_s is None else min(1.0, span.merged_s / max(1e-9, length_s))
     # A wait with a window lies within its average, waits at the edges of epochs within those edges.
     if span.lane == WAIT and "window" not in span.facts and span.name not in ("startup", "epoch boundary"):
-        yield _Part(start_s=start_s, end_s=end_s, cause=span.name)
+        yield _Part(start_s=start_s, end_s=end_s, cause=span.name, fraction=filled)
     elif span.lane == COMPUTE and span.name == "evaluation":
-        yield _Part(start_s=start_s, end_s=end_s, cause="evaluation")
-    elif span.lane == COMPUTE and span.name == "window" and span.seconds > 0:
+        yield _Part(start_s=start_s, end_s=end_s, cause="evaluation", fraction=filled)
+    elif span.lane == COMPUTE and span.name == "window" and length_s > 0:
         for cause, name in (("data", "data_ms"), ("average", "average_ms")):
-            fraction = min(1.0, span.facts.get(name, 0.0) / 1e3 / span.seconds)
+            fraction = min(1.0, span.facts.get(name, 0.0) / 1e3 / length_s)
             yield _Part(start_s=start_s, end_s=end_s, cause=cause, fraction=fraction)
     elif span.lane == AVERAGE:
-        yield _Part(start_s=start_s, end_s=end_s, cause="average")
+        if "blocking_ms" in span.facts:
+            filled = min(1.0, span.facts["blocking_ms"] / 1e3 / max(1e-9, length_s))
+        yield _Part(start_s=start_s, end_s=end_s, cause="average", fraction=filled)

@@ -1,54 +1,133 @@
-"""One rank's timeline: what happened, when, for how long and why.
+"""Records the events of one rank: kind, time, duration and reason.
 
-Decides only how events are kept; drivers decide what is worth an event. Merging and writing are at the end of a run.
+Decides where events are stored: in memory until the run folder is known, then in the rank's own file. The callers
+decide which events exist, `slots` how many are kept.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+from outrider.timeline import pulses
+from outrider.timeline.activity import Activity
+from outrider.timeline.bounded_file import LIVE, BoundedFile
+from outrider.timeline.slots import Event, EventLimit
+from outrider.timeline.timeline_files import LineFile
 
-Event = dict[str, Any]
-"""`t` seconds since the start of the run, `rank`, `kind`, and what belongs to the kind."""
+__all__ = ["CAUSES", "EVENTS", "SCHEMA_VERSION", "Event", "Recorder"]
+
+SCHEMA_VERSION = 1
+EVENTS = "events"
+"""The folder of the ranks' files in a run folder."""
 
 CAUSES = ("startup", "epoch boundary", "average", "rest", "data", "evaluation")
-"""Why a rank waited."""
+"""The causes of waits."""
 
 
 class Recorder:
-    """Keeps the events of one rank in memory; appending one costs about a microsecond."""
+    """Records the events of one rank, in about two microseconds each; memory and file size are bounded."""
 
-    def __init__(self, rank: int, *, origin_s: float) -> None:
+    def __init__(self, rank: int, *, origin_s: float, world_size: int = 1) -> None:
         """`origin_s` is the wall-clock time of the run's start, the same on all ranks."""
         self.rank = rank
+        self.world_size = world_size
+        self.origin_s = origin_s
         self.events: list[Event] = []
-        # The monotonic clock orders events; the wall clock only places this rank beside the others.
-        self._offset_s = time.time() - origin_s - time.perf_counter()
+        """Events that are not written to a file yet."""
         self.wait_s = dict.fromkeys(CAUSES, 0.0)
+        self.activity = Activity()
+        self._last_totals = self.activity.totals()
+        self._pulses: BoundedFile | None = None
+        self._next_pulse_s = 0.0
+        # The monotonic clock orders events; the wall clock only aligns this rank with the others.
+        self._offset_s = time.time() - origin_s - time.perf_counter()
+        self._limit = EventLimit(self._keep, world_size=world_size)
+        self._file: LineFile | None = None
+        # Reentrant: a signal handler may record an event while one is being recorded.
+        self._lock = threading.RLock()
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why events are no longer written; None while they are."""
+        return None if self._file is None else self._file.problem
 
     def now_s(self) -> float:
         return time.perf_counter() + self._offset_s
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.events.append({"t": round(self.now_s(), 6), "rank": self.rank, "kind": kind, **fields})
+        with self._lock:
+            self._limit.add({"t": round(self.now_s(), 6), "rank": self.rank, "kind": kind, **fields})
 
     def wait(self, cause: str, seconds: float) -> None:
-        """A wait that ended now."""
+        """Record a wait that ended now."""
         self.wait_s[cause] += seconds
         if seconds >= 1e-4:
             self.event("wait", cause=cause, ms=round(seconds * 1e3, 3))
 
+    def reset_waits(self) -> None:
+        """A new epoch begins: count waits from zero."""
+        self.wait_s = dict.fromkeys(CAUSES, 0.0)
+
     def add_wait(self, cause: str, seconds: float) -> None:
-        """A wait too short and frequent for an event of its own, such as one in every shared step."""
+        """Add a short, frequent wait without an event of its own, such as in every shared step."""
         self.wait_s[cause] += seconds
 
+    def write_to(self, folder: Path, *, has_pulses: bool = False) -> None:
+        """Write the events so far, and those to come, into the rank's file in a run folder.
 
-def merged(timelines: Iterable[Iterable[Event]]) -> dict[str, Any]:
-    """All ranks' events in the order of time, as `timeline.json` has them."""
-    events = [event for timeline in timelines for event in timeline]
-    in_order = sorted(events, key=lambda event: (event["t"], event["rank"]))
-    # The starter samples utilization and adds it; ranks that others started are not sampled.
-    return {"schema_version": SCHEMA_VERSION, "utilization": None, "events": in_order}
+        With `has_pulses` the rank's activity goes to a file for the live page.
+        """
+        if has_pulses:
+            self._open_pulses(folder)
+        file = LineFile(folder / EVENTS / f"rank{self.rank}.jsonl", what="events", before_write=self._tick)
+        with self._lock:
+            self._file = file
+            file.open(
+                {
+                    "schema_version": SCHEMA_VERSION,
+                    "rank": self.rank,
+                    "world_size": self.world_size,
+                    "origin_s": self.origin_s,
+                }
+            )
+            for event in self.events:
+                file.add(event)
+            self.events = []
+
+    def close(self) -> None:
+        """Write all recorded events; later events are dropped."""
+        with self._lock:
+            self._limit.end()
+        if self._file is not None:
+            self._file.close()
+        pulses_file, self._pulses = self._pulses, None
+        if pulses_file is not None:
+            pulses_file.add(self._pulse())
+            pulses_file.close()
+
+    def _open_pulses(self, folder: Path) -> None:
+        header = {"rank": self.rank, "world_size": self.world_size, "origin_s": self.origin_s}
+        self._pulses = BoundedFile(folder / LIVE / f"rank{self.rank}.jsonl", join=pulses.joined_lines)
+        self._pulses.open({"schema_version": pulses.SCHEMA_VERSION, **header})
+
+    def _tick(self) -> None:
+        now_s = self.now_s()
+        with self._lock:
+            self._limit.tick(now_s)
+        if self._pulses is not None and now_s >= self._next_pulse_s:
+            # A little early is better than one flush late.
+            self._next_pulse_s = now_s + 0.9 * pulses.PERIOD_S
+            self._pulses.add(self._pulse())
+
+    def _pulse(self) -> dict[str, Any]:
+        before, self._last_totals = self._last_totals, self.activity.totals()
+        return pulses.as_line(pulses.between(before, self._last_totals, end_s=self.now_s()))
+
+    def _keep(self, event: Event) -> None:
+        if self._file is None:
+            self.events.append(event)
+        else:
+            self._file.add(event)

@@ -1,27 +1,41 @@
-"""Samples how busy devices are while a run lasts: NVML for GPUs, psutil for the processes of CPU ranks.
+"""Samples the utilization of devices during a run: NVML for GPUs, psutil for the processes of CPU ranks.
 
-Decides when and what is read; what low numbers mean is `idle`'s. One thread of the starter, begun and ended with the
-run; a device or a driver that is not there is a normal case.
+Decides when and what is read, and how many samples are kept; `idle` interprets them. One thread of the
+starter, or of a session's rank 0, begun and ended with the run; a device or a driver may be missing.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from outrider.errors import named
+from outrider.timeline.device_conditions import (
+    Condition,
+    DeviceFile,
+    gpu_condition,
+    process_condition,
+    process_key,
+)
+
 PERIOD_S = 0.1
+MAX_SAMPLES = 36_000
+"""Samples of one hour; a longer run keeps the mean of 2, 4, 8 … readings as one sample."""
 
 Gauge = Callable[[], float | None]
-"""Per cent of what a device can give, since it was last read; None where that is not known."""
+"""Utilization of a device in percent since the last reading; None if unknown."""
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Worker:
+class SampledProcess:
     """A rank as the sampler sees it."""
 
     rank: int
@@ -31,15 +45,26 @@ class Worker:
 
 
 class Sampler:
-    """`begin()` when the ranks run, `end()` when they are gone; it also ends by itself when `is_over` says so."""
+    """Call `begin()` when the ranks run and `end()` when they have ended; also ends when `is_over` returns true."""
 
-    def __init__(self, workers: Iterable[Worker], *, origin_s: float, is_over: Callable[[], bool]) -> None:
-        """`origin_s` is the wall-clock time of the run's start, as the recorders have it."""
+    def __init__(
+        self,
+        workers: Iterable[SampledProcess],
+        *,
+        origin_s: float,
+        is_over: Callable[[], bool],
+        folder: Path | None = None,
+    ) -> None:
+        """`origin_s` is the wall-clock time of the run's start, as the recorders have it.
+
+        `folder` is the run folder, where the live page finds the devices while the run goes on.
+        """
         self._workers = tuple(workers)
         self._is_over = is_over
         self._offset_s = time.time() - origin_s - time.perf_counter()
-        self._times_s: list[float] = []
-        self._percents: dict[str, list[float | None]] = {}
+        self._series = _Series()
+        self._live = None if folder is None else DeviceFile(folder, origin_s=origin_s)
+        self._trouble: str | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-sampler", daemon=True)
 
@@ -47,51 +72,121 @@ class Sampler:
         self._thread.start()
 
     def end(self) -> None:
-        """Take no further sample; nothing of the sampler is left running."""
+        """Stop sampling and end the thread."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._trouble is not None:
+            print(f"outrider: utilization was not sampled to the end of the run: {self._trouble}", file=sys.stderr)
+            self._trouble = None
 
     def utilization(self, events: Iterable[Event]) -> dict[str, Any]:
         """The samples as `timeline.json` has them; which GPU a rank had is known from its event `ready`."""
         gpus = {event["rank"]: event.get("gpu") for event in events if event["kind"] == "ready"}
         devices = [self._of_rank(worker, gpus.get(worker.rank)) for worker in self._workers]
-        return {"period_ms": round(PERIOD_S * 1e3), "t": self._times_s, "devices": devices}
+        period_ms = round(PERIOD_S * 1e3 * self._series.readings_per_sample)
+        return {"period_ms": period_ms, "t": self._series.times_s, "devices": devices}
 
-    def _of_rank(self, worker: Worker, gpu: str | None) -> dict[str, Any]:
+    def _of_rank(self, worker: SampledProcess, gpu: str | None) -> dict[str, Any]:
         source = "psutil" if worker.device.startswith("cpu") else "nvml"
-        percent = self._percents.get(_process_key(worker) if source == "psutil" else str(gpu))
+        percent = self._series.percents.get(process_key(worker.rank) if source == "psutil" else str(gpu))
         return {"rank": worker.rank, "device": worker.device, "source": source, "percent": percent}
 
     def _run(self) -> None:
-        with ExitStack() as stack:
-            gauges = self._open_gauges(stack)
-            self._percents.update({name: [] for name in gauges})
-            while not self._ended.wait(PERIOD_S) and not self._is_over():
-                self._sample(gauges)
+        try:
+            with ExitStack() as stack:
+                gauges = self._open_gauges(stack)
+                self._series.begin(gauges)
+                if self._live is not None:
+                    stack.enter_context(self._live)
+                while not self._ended.wait(PERIOD_S) and not self._is_over():
+                    self._sample(gauges)
+        except Exception as error:  # told by `end`: a run need not fail of it, but must not hide it
+            self._trouble = named(error)
 
     def _sample(self, gauges: Mapping[str, Gauge]) -> None:
-        self._times_s.append(round(time.perf_counter() + self._offset_s, 3))
-        for name, gauge in gauges.items():
-            self._percents[name].append(gauge())
+        now_s = round(time.perf_counter() + self._offset_s, 3)
+        percents = {name: gauge() for name, gauge in gauges.items()}
+        self._series.add(now_s, percents)
+        if self._live is not None:
+            self._live.add(now_s, percents)
 
     def _open_gauges(self, stack: ExitStack) -> dict[str, Gauge]:
-        gauges = {_process_key(worker): _process_gauge(worker) for worker in self._workers if _is_cpu(worker)}
+        gauges = {}
+        for worker in self._workers:
+            if _is_cpu(worker):
+                key = process_key(worker.rank)
+                gauges[key] = _process_gauge(worker)
+                self._add_condition(key, partial(process_condition, worker.pid))
         if any(worker.device.startswith("cuda") for worker in self._workers):
-            gauges |= _gpu_gauges(stack)
+            gauges |= self._gpu_gauges(stack)
+        return gauges
+
+    def _add_condition(self, key: str, read: Condition) -> None:
+        if self._live is not None:
+            self._live.conditions[key] = read
+
+    def _gpu_gauges(self, stack: ExitStack) -> dict[str, Gauge]:
+        """One per GPU that NVML shows, by UUID: torch numbers GPUs in another order than NVML."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception:
+            # No library, driver or permission: training works without NVML.
+            return {}
+        stack.callback(pynvml.nvmlShutdown)
+        gauges = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+            gauges[uuid] = _gpu_gauge(pynvml, handle)
+            self._add_condition(uuid, partial(gpu_condition, pynvml, handle))
         return gauges
 
 
-def _is_cpu(worker: Worker) -> bool:
+class _Series:
+    """A bounded number of readings of all gauges; when it is full, pairs of neighbours become their mean."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.percents: dict[str, list[float | None]] = {}
+        self.readings_per_sample = 1
+        self._pending: list[Mapping[str, float | None]] = []
+
+    def begin(self, names: Iterable[str]) -> None:
+        self.percents = {name: [] for name in names}
+
+    def add(self, now_s: float, reading: Mapping[str, float | None]) -> None:
+        """A sample has the time of its last reading and covers the time since the previous sample."""
+        self._pending.append(reading)
+        if len(self._pending) < self.readings_per_sample:
+            return
+        self.times_s.append(now_s)
+        for name, values in self.percents.items():
+            values.append(_mean([one[name] for one in self._pending]))
+        self._pending = []
+        if len(self.times_s) >= MAX_SAMPLES:
+            self._halve()
+
+    def _halve(self) -> None:
+        self.times_s[:] = self.times_s[1::2]
+        for values in self.percents.values():
+            values[:] = [_mean(values[i : i + 2]) for i in range(0, 2 * len(self.times_s), 2)]
+        self.readings_per_sample *= 2
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 1) if known else None
+
+
+def _is_cpu(worker: SampledProcess) -> bool:
     return worker.device.startswith("cpu")
 
 
-def _process_key(worker: Worker) -> str:
-    return f"rank {worker.rank}"
-
-
-def _process_gauge(worker: Worker) -> Gauge:
-    """CPU time of the rank's process as a part of what its threads could use; throttled ranks stay below 100."""
+def _process_gauge(worker: SampledProcess) -> Gauge:
+    """CPU time of the rank's process as a fraction of the time of its threads; throttled ranks stay below 100."""
     import psutil
 
     clock = _ProcessClock(worker.pid, worker.num_threads)
@@ -129,25 +224,8 @@ class _ProcessClock:
         return times.user + times.system, time.perf_counter()
 
 
-def _gpu_gauges(stack: ExitStack) -> dict[str, Gauge]:
-    """One per GPU that NVML shows, by UUID: torch numbers GPUs in another order than NVML."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        # No library, no driver, no permission: a machine without NVML trains all the same.
-        return {}
-    stack.callback(pynvml.nvmlShutdown)
-    gauges = {}
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        gauges[_text(pynvml.nvmlDeviceGetUUID(handle))] = _gpu_gauge(pynvml, handle)
-    return gauges
-
-
 def _gpu_gauge(library: Any, handle: Any) -> Gauge:
-    """The whole GPU's, whoever uses it: slices of one GPU show the same."""
+    """Utilization of the whole GPU by all processes; slices of one GPU show the same value."""
 
     def read() -> float | None:
         try:

@@ -1,13 +1,13 @@
-"""A run's events as spans of time: who did what from when to when.
+"""Converts a run's events to spans of time: rank, lane, name, start and end.
 
-Decides how events are read; drawing, tables and idle analysis are done with what it returns.
+Decides how events are read. Drawing, tables and idle analysis use the result.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -19,7 +19,7 @@ LANES = (COMPUTE, AVERAGE, WAIT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that lasted."""
+    """A span of time."""
 
     rank: int
     lane: str
@@ -28,10 +28,17 @@ class Span:
     start_s: float
     end_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
+    merged_s: float | None = None
+    """Total duration of the merged spans; None for a span that was recorded individually."""
 
     @property
     def seconds(self) -> float:
-        return self.end_s - self.start_s
+        return self.end_s - self.start_s if self.merged_s is None else self.merged_s
+
+    @property
+    def count(self) -> int:
+        """Number of merged spans."""
+        return int(self.facts.get("count", 1))
 
 
 def spans(events: Iterable[Event]) -> list[Span]:
@@ -52,6 +59,8 @@ def _of_rank(events: Sequence[Event]) -> Iterator[Span]:
 
 
 def _span(event: Event, average_starts: Mapping[int, float]) -> Span | None:
+    if "count" in event:
+        return _merged(event)
     match event["kind"]:
         case "ready":
             return _make(event, COMPUTE, "set-up", 0.0)
@@ -68,8 +77,25 @@ def _span(event: Event, average_starts: Mapping[int, float]) -> Span | None:
     return None
 
 
+_MERGED = {
+    "window": (COMPUTE, "window"),
+    "evaluation": (COMPUTE, "evaluation"),
+    "average end": (AVERAGE, "average"),
+    "hand over": (AVERAGE, "hand-over"),
+}
+
+
+def _merged(event: Event) -> Span | None:
+    """The merged events of a slot, see `slots`: from the start of the first to the end of the last."""
+    lane, name = (WAIT, event["cause"]) if event["kind"] == "wait" else _MERGED.get(event["kind"], (None, ""))
+    if lane is None:
+        return None
+    span = _make(event, lane, name, event["start"])
+    return replace(span, merged_s=event.get("span_ms", event.get("ms", 0.0)) / 1e3)
+
+
 def _wait(event: Event, average_starts: Mapping[int, float]) -> Span:
-    """A wait for others in a blocking average is known one window late; it was at that average's beginning."""
+    """A wait for others in a blocking average is reported one window later; it was at the start of that average."""
     seconds = event["ms"] / 1e3
     start_s = average_starts.get(event.get("window", -1), event["t"] - seconds)
     return Span(
@@ -99,7 +125,9 @@ def _facts(event: Event) -> dict[str, Any]:
 
 
 def boundaries(mine: Sequence[Event]) -> list[tuple[float, float]]:
-    """From the end of each epoch of one rank to the start of the next."""
+    """From the end of each epoch of one rank to the start of the next; merged epochs count as one."""
     ends = [event["t"] for event in mine if event["kind"] == "epoch end"]
     starts = [event["t"] for event in mine if event["kind"] == "epoch start"]
+    starts += [event["start"] for event in mine if event["kind"] == "epoch end" and "count" in event]
+    starts.sort()
     return list(zip(ends, starts[1:], strict=False))

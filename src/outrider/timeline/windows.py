@@ -1,7 +1,7 @@
-"""Turns a rank's steps into one event per window: when it began, how long it took, what it was made of.
+"""Turns a rank's steps into one event per window: its start, its duration, and its parts.
 
-Decides how much of the steps is kept; the driver says when a window ends. Shared steps end one each, which is too much
-for an event of their own: those of a quarter second become one.
+The caller decides when a window ends. Every shared step ends a window, which would be too many events, so the shared
+steps of a quarter of a second become one event.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class WindowLog:
     """The steps since the last event of kind `window`."""
 
     def __init__(self, recorder: Recorder, *, slept_s: Callable[[], float]) -> None:
-        """`slept_s` is what a throttle has slept so far."""
+        """`slept_s` returns the total sleep of the throttle."""
         self._recorder = recorder
         self._slept_s = slept_s
         self._start_s: float | None = None
@@ -26,7 +26,7 @@ class WindowLog:
         self._data_before_s = self._slept_before_s = 0.0
 
     def stepped(self, *, samples: int, seconds: float) -> None:
-        """A step that ended now; one without samples is a shared step in which the rank had no part."""
+        """Add a step that ended now; without samples it is a shared step in which the rank took no part."""
         if self._start_s is None:
             self._start_s = self._recorder.now_s() - seconds
             self._data_before_s = self._recorder.wait_s["data"]
@@ -36,17 +36,17 @@ class WindowLog:
         self._compute_s += seconds
 
     def waited_for_device(self, seconds: float) -> None:
-        """Kernels that were still running count as compute."""
+        """Add compute time of kernels that were still running."""
         self._compute_s += seconds
 
     def averaged(self, seconds: float) -> None:
-        """The average inside a shared step, waiting for others included."""
+        """Add the average inside a shared step, including waits."""
         self._average_s += seconds
         if self._start_s is not None and self._recorder.now_s() - self._start_s >= SHARED_WINDOW_S:
             self.end()
 
     def end(self, window: int | None = None) -> None:
-        """The window ended now; `window` is its number where it ends in an average of its own."""
+        """End the window now; `window` is its number if it ends with its own average."""
         if self._start_s is None:
             return
         recorder = self._recorder

@@ -14,7 +14,7 @@ is_disturbed() {
     python - "$1.json" << 'END'
 import sys
 from pathlib import Path
-from outrider.bench.iteration.record import read_iterations
+from outrider.bench.iteration.iteration_record import read_iterations
 sys.exit(not read_iterations(Path(sys.argv[1])).was_disturbed)
 END
 }

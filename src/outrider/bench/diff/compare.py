@@ -1,17 +1,18 @@
-"""Compares two iteration benchmarks: what differs in their settings, and which iterations became slower or faster.
+"""Compares two iteration benchmarks: differences of their settings, and iterations that became slower or faster.
 
-Decides what is compared with what and when a difference counts. Reads no clock, knows no torch; how it looks is
-diff_text's and diff_page's business. Called by `outrider bench diff`.
+Decides what is compared and when a difference counts. Imports no torch; `diff_report` formats the result. Called by
+`outrider bench diff`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from outrider.bench.diff.ranksum import Groups, RankSum, holm, rank_sum
-from outrider.bench.iteration.record import IterationFile, ModelTimings, Timing
+from outrider.bench.iteration.iteration_record import IterationFile, ModelTimings, Timing
+from outrider.bench.statistics import Groups, RankSum, holm, rank_sum
 from outrider.errors import ConfigError, DataError
 
 SCHEMA_VERSION = 1
@@ -36,7 +37,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class DiffRow:
     """One world of one model on both sides."""
 
     model: str
@@ -47,7 +48,7 @@ class Row:
     p_value: float
     """Of the rank-sum test, corrected for the number of rows."""
     is_comparable: bool = True
-    """False where other programs disturbed a side: what differs may be theirs."""
+    """False if other programs disturbed a side, so that they may have caused the difference."""
 
     @property
     def label(self) -> str:
@@ -76,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A setting on both sides; None where a side does not tell."""
+    """A setting of both sides; None if a side does not contain it."""
 
     name: str
     baseline: Any
@@ -91,10 +92,10 @@ class Comparison:
     test: str
     different_settings: tuple[Setting, ...]
     equal_settings: tuple[Setting, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[DiffRow, ...]
     warnings: tuple[str, ...]
 
-    def slower_than(self, percent: float) -> list[Row]:
+    def slower_than(self, percent: float) -> list[DiffRow]:
         """Rows that are slower beyond chance, and by more than this at the 75th percentile."""
         return [row for row in self.rows if row.verdict == "slower" and row.change(75).faster_percent < -percent]
 
@@ -135,7 +136,7 @@ def _settings(baseline: IterationFile, test: IterationFile) -> list[Setting]:
     return [Setting(name=name, baseline=baseline.settings.get(name), test=test.settings.get(name)) for name in names]
 
 
-def _rows(baseline: IterationFile, test: IterationFile) -> Iterator[Row]:
+def _rows(baseline: IterationFile, test: IterationFile) -> Iterator[DiffRow]:
     seen = set()
     for mine, theirs in _pairs(baseline, test):
         worlds = {(timing.is_plain, timing.num_ranks): timing for timing in theirs.timings}
@@ -148,9 +149,9 @@ def _rows(baseline: IterationFile, test: IterationFile) -> Iterator[Row]:
             yield _row(mine, timing, other)
 
 
-def _row(model: ModelTimings, baseline: Timing, test: Timing) -> Row:
+def _row(model: ModelTimings, baseline: Timing, test: Timing) -> DiffRow:
     tested = rank_sum(*_groups(baseline, test))
-    return Row(
+    return DiffRow(
         model=model.model,
         batch_size=model.batch_size,
         baseline=baseline,
@@ -161,15 +162,11 @@ def _row(model: ModelTimings, baseline: Timing, test: Timing) -> Row:
 
 
 def _groups(baseline: Timing, test: Timing) -> tuple[Groups, Groups]:
-    """Rounds of fresh processes where both sides have some, otherwise stretches of the one process."""
+    """Rounds of fresh processes if both sides have them, otherwise parts of the one process."""
     mine, theirs = baseline.iterations(), test.iterations()
     if len(mine) > 1 and len(theirs) > 1:
         return mine, theirs
-    return _stretches(_joined(mine)), _stretches(_joined(theirs))
-
-
-def _joined(rounds: Sequence[Sequence[float]]) -> list[float]:
-    return [time for one in rounds for time in one]
+    return _stretches(list(chain(*mine))), _stretches(list(chain(*theirs)))
 
 
 def _stretches(times: Sequence[float]) -> list[list[float]]:
@@ -202,10 +199,10 @@ def _contents(file: IterationFile) -> str:
     )
 
 
-# Warnings: what makes a difference mean something else.
+# Warnings about settings that change the meaning of a difference.
 
 
-def _warnings(baseline: IterationFile, test: IterationFile, rows: Sequence[Row]) -> Iterator[str]:
+def _warnings(baseline: IterationFile, test: IterationFile, rows: Sequence[DiffRow]) -> Iterator[str]:
     yield from _machine_warnings(baseline, test)
     for file in (baseline, test):
         if file.was_disturbed:
@@ -257,7 +254,7 @@ def _world_warnings(mine: ModelTimings, theirs: ModelTimings, baseline: str, tes
                 yield f"{one.model}, {timing.label} is in {name} only"
 
 
-def _count_warnings(rows: Sequence[Row]) -> Iterator[str]:
+def _count_warnings(rows: Sequence[DiffRow]) -> Iterator[str]:
     for row in rows:
         mine, theirs = len(row.baseline.measurements), len(row.test.measurements)
         if mine != theirs:

@@ -1,7 +1,7 @@
-"""The iterations that are measured: plain torch, torch DDP, and our own policies on the driver that trains.
+"""The measured loops: plain torch, torch DDP, and our policies with the driver of real training.
 
-Decides what one iteration is in each, the same work on the same batch. Does not decide how many or in which order.
-Called by the rank of an iteration benchmark.
+Decides what one iteration is in each: the same work on the same batch. Called by the rank of an iteration benchmark,
+which decides number and order.
 """
 
 from __future__ import annotations
@@ -9,35 +9,30 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from outrider.bench.iteration.iteration_plan import IterationPlan
 from outrider.bench.iteration.models import Workload
-from outrider.bench.iteration.plan import IterationPlan
-from outrider.core.effects import Batch, Lease, Seat
-from outrider.core.planner import Planner
-from outrider.core.policies import SHARED_STEP_POLICIES, open_policy
-from outrider.core.split import Splitter
-from outrider.data.leases import Leases, LocalLeases, StoreLeases
+from outrider.policy.batch_splitter import Splitter
+from outrider.policy.effects import Batch, Lease, Seat
+from outrider.policy.policies import open_policy, policy_spec
+from outrider.policy.window_planner import WindowPlanner
+from outrider.rank.averages import make_averages
+from outrider.rank.device_clock import DeviceClocks
+from outrider.rank.driver import Driver, Segment
+from outrider.rank.epoch_accounting import open_leases
+from outrider.rank.meter import Meter
+from outrider.rank.step_choice import decide_execution
+from outrider.rank.stepper import Stepper
+from outrider.rank.throttle import Throttle
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
-from outrider.runtime.averages import make_averages
-from outrider.runtime.driver import Driver
-from outrider.runtime.rehearse import decide_execution
-from outrider.runtime.stepper import Stepper
-from outrider.runtime.throttle import Throttle
-from outrider.runtime.world import World
 from outrider.timeline.recorder import Recorder
-
-
-class Loop(Protocol):
-    """Runs iterations and tells how long each took."""
-
-    def run(self, iterations: int) -> list[float]: ...
-    def close(self) -> None: ...
+from outrider.world.world import World
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -45,7 +40,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 1e-3, momentum=0.9, weight_decay=1e-4)
 
 
-class Stopwatch:
+class DeviceStopwatch:
     """Seconds from one finished iteration to the next, the device's work included."""
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +60,7 @@ class Stopwatch:
         self._last_s = now_s
 
     def extend_last(self) -> None:
-        """What came after the last iteration belongs to it; where others took all samples there was none."""
+        """Add the time after the last iteration to it; there is none if other ranks took all samples."""
         self._wait()
         if self.times_s:
             self.times_s[-1] += time.perf_counter() - self._last_s
@@ -83,7 +78,7 @@ class TorchLoop:
         self._replica = replica
         self._batch = batch
         self._throttle = throttle
-        self._stopwatch = Stopwatch(replica.device)
+        self._stopwatch = DeviceStopwatch(replica.device)
 
     def run(self, iterations: int) -> list[float]:
         self._stopwatch.start()
@@ -115,51 +110,55 @@ class OutriderLoop:
         self._recipe = recipe
         self._name = name
         self._num_runs = 0
-        self._planner = Planner(recipe.planner_config(world.size))
+        self._planner = WindowPlanner(recipe.planner_config(world.size, batch_size=recipe.mean_batch_size))
         self._splitter = Splitter(world_size=world.size, shares=None, speed_hints=None)
         self._averages = make_averages(replica, world, backend=backend, verify=False)
         self._averages.start_from_rank_zero()
-        self._stopwatch = Stopwatch(world.device)
+        self._stopwatch = DeviceStopwatch(world.device)
         feed, recorder = FixedFeed(batch), Recorder(world.rank, origin_s=time.time())
         decide_execution(replica, feed, recorder=recorder)
+        clocks = DeviceClocks(world.device) if world.device.type == "cuda" else None
         driver = Driver(
             replica=replica,
-            feed=feed,
             averages=self._averages,
-            throttle=Throttle(world.spec.speed),
+            meter=Meter(rank=world.rank, throttle=Throttle(world.spec.speed), recorder=recorder, clocks=clocks),
             recorder=recorder,
-            stop_requested=lambda: False,
             on_step=self._stopwatch.lap,
         )
+        self._feed = feed
         self._stepper = Stepper(driver, replica)
 
     def run(self, iterations: int) -> list[float]:
         world, recipe = self._world, self._recipe
-        # For `balanced` the recipe's batch is the world's.
-        per_iteration = recipe.batch_size * (1 if recipe.policy == "balanced" else world.size)
+        spec = recipe.policy_spec
+        per_iteration = recipe.mean_batch_size * (1 if spec.batch_is_global else world.size)
         span = Lease(0, iterations * per_iteration)
         policy = open_policy(
-            recipe.policy,
-            Seat(world.rank, world.size, recipe.batch_size),
+            spec,
+            Seat(world.rank, world.size, recipe.mean_batch_size),
             span,
             planner=self._planner,
             splitter=self._splitter,
             max_overshoot=recipe.max_overshoot,
         )
-        leases = self._open_leases(span)
+        segment = Segment(
+            policy=policy,
+            span=span,
+            leases=open_leases(world, self._next_key(), span, batch_size=recipe.mean_batch_size),
+            feed=self._feed,
+            seen=0,
+            batch_size=recipe.mean_batch_size,
+        )
         self._stopwatch.start()
-        self._stepper.run(policy, leases=leases, epoch_base=0)
-        if recipe.policy not in SHARED_STEP_POLICIES:
+        self._stepper.run(segment)
+        if not spec.shares_steps:
             # The last average of a window comes after its last step; after shared steps there is only the epoch's end.
             self._stopwatch.extend_last()
         return self._stopwatch.times_s
 
-    def _open_leases(self, span: Lease) -> Leases:
+    def _next_key(self) -> str:
         self._num_runs += 1
-        if self._world.size == 1:
-            return LocalLeases(span, batch_size=self._recipe.batch_size)
-        key = f"iteration/{self._name}/{self._num_runs}"
-        return StoreLeases(self._world.store, key, span, rank=self._world.rank, batch_size=self._recipe.batch_size)
+        return f"iteration/{self._name}/{self._num_runs}"
 
     def close(self) -> None:
         self._averages.close()
@@ -190,23 +189,19 @@ class FixedFeed:
     def close(self) -> None: ...
 
 
-def torch_replica(workload: Workload, plan: IterationPlan, *, world: World) -> Replica:
-    """For plain torch and DDP: the step is theirs, the replica only holds model and optimizer."""
-    return _replica(workload, plan, world=world, policy="sync", execution="eager")
+IterationLoop = TorchLoop | OutriderLoop
 
 
-def policy_replica(workload: Workload, plan: IterationPlan, *, world: World, policy: str) -> Replica:
-    return _replica(workload, plan, world=world, policy=policy, execution=plan.execution)
-
-
-def _replica(workload: Workload, plan: IterationPlan, *, world: World, policy: str, execution: str) -> Replica:
-    """A replica of its own for each runtime, all from one seed."""
+def make_replica(
+    workload: Workload, plan: IterationPlan, *, world: World, policy: str = "sync", execution: str = "eager"
+) -> Replica:
+    """A separate replica for each loop, all from one seed; for torch's own it only holds model and optimizer."""
     recipe = Recipe(
         model=_maker(workload.model, plan),
         optimizer=sgd,
         step=workload.step,
         dataset=(),
-        batch_size=plan.batch_size * (world.size if policy == "balanced" else 1),
+        batch_size=policy_spec(policy).batch_size_for(plan.batch_size, world.size),
         policy=policy,
         precision=plan.precision,
         execution=execution,

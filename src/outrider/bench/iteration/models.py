@@ -16,19 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from outrider.bench.models import imagenet_resnet
-from outrider.bench.models.classification import cross_entropy_step
-from outrider.bench.models.text import NUM_SYMBOLS, WINDOW
+from outrider.bench.models.image_models import cross_entropy_step
+from outrider.bench.models.text_models import NUM_SYMBOLS, WINDOW
 from outrider.bench.zoo import ENTRIES, Entry
-from outrider.errors import ConfigError, nearest
+from outrider.errors import ConfigError, did_you_mean
 from outrider.replica.recipe import StepFunction
 
+_IMAGENET_NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
 IMAGENET_MODELS: dict[str, Callable[..., nn.Module]] = {
-    "resnet18": imagenet_resnet.resnet18,
-    "resnet34": imagenet_resnet.resnet34,
-    "resnet50": imagenet_resnet.resnet50,
-    "resnet101": imagenet_resnet.resnet101,
-    "resnext50_32x4d": imagenet_resnet.resnext50_32x4d,
-    "resnext101_32x8d": imagenet_resnet.resnext101_32x8d,
+    name: getattr(imagenet_resnet, name) for name in _IMAGENET_NAMES
 }
 NAMES = (*IMAGENET_MODELS, *ENTRIES)
 Inputs = tuple[Tensor, ...]
@@ -57,8 +53,7 @@ def workload_named(name: str) -> Workload:
         return Workload(model=entry.make_model, step=entry.step, make_inputs=_inputs_of(entry))
     if ":" in name:
         return Workload(model=imported(name), step=cross_entropy_step, make_inputs=colour_images)
-    close = nearest(name, NAMES)
-    hint = f"did you mean {close!r}?" if close else "pick one of them, or pass package.module:factory"
+    hint = did_you_mean(name, NAMES, otherwise="pick one of them, or pass package.module:factory")
     raise ConfigError(f"no model is called {name!r}, known are: {', '.join(NAMES)}", hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""ResNets (He et al. 2015) and ResNeXts (Xie et al. 2017) for images of ImageNet's shape, in torchvision's words.
+"""ResNets (He et al. 2015) and ResNeXts (Xie et al. 2017) for ImageNet images, with torchvision's names.
 
 Decides layers and names so that torchvision's weights load and give the same outputs; counts are asserted in tests.
 Also takes small images: `num_classes=10` on 32 × 32 is what CIFAR comparisons use. Called by the benchmarks.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,39 +17,9 @@ IMAGENET_CLASSES = 1000
 _STAGE_WIDTHS = (64, 128, 256, 512)
 
 
-def resnet18(num_classes: int = IMAGENET_CLASSES) -> nn.Module:
-    """11,689,512 parameters for 1,000 classes."""
-    return ImagenetResNet(_Plan(blocks=(2, 2, 2, 2), is_bottleneck=False), num_classes)
-
-
-def resnet34(num_classes: int = IMAGENET_CLASSES) -> nn.Module:
-    """21,797,672 parameters for 1,000 classes."""
-    return ImagenetResNet(_Plan(blocks=(3, 4, 6, 3), is_bottleneck=False), num_classes)
-
-
-def resnet50(num_classes: int = IMAGENET_CLASSES) -> nn.Module:
-    """25,557,032 parameters for 1,000 classes."""
-    return ImagenetResNet(_Plan(blocks=(3, 4, 6, 3)), num_classes)
-
-
-def resnet101(num_classes: int = IMAGENET_CLASSES) -> nn.Module:
-    """44,549,160 parameters for 1,000 classes."""
-    return ImagenetResNet(_Plan(blocks=(3, 4, 23, 3)), num_classes)
-
-
-def resnext50_32x4d(num_classes: int = IMAGENET_CLASSES) -> nn.Module:
-    """25,028,904 parameters for 1,000 classes."""
-    return ImagenetResNet(_Plan(blocks=(3, 4, 6, 3), groups=32, width_per_group=4), num_classes)
-
-
-def resnext101_32x8d(num_classes: int = IMAGENET_CLASSES) -> nn.Module:
-    """88,791,336 parameters for 1,000 classes."""
-    return ImagenetResNet(_Plan(blocks=(3, 4, 23, 3), groups=32, width_per_group=8), num_classes)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What tells one network of the family from another."""
+    """The parameters of one network of the family."""
 
     blocks: tuple[int, int, int, int]
     """In each of the four stages."""
@@ -60,7 +31,7 @@ class _Plan:
 class ImagenetResNet(nn.Module):
     """Images [N, 3, H, W], normalised, to logits; parameter names are torchvision's."""
 
-    def __init__(self, plan: _Plan, num_classes: int) -> None:
+    def __init__(self, plan: _Plan, num_classes: int = IMAGENET_CLASSES) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -144,3 +115,11 @@ def _start_as_torchvision(module: nn.Module) -> None:
     """Convolutions normal by their outputs (He et al.); the rest as torch does."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+resnet18 = partial(ImagenetResNet, _Plan(blocks=(2, 2, 2, 2), is_bottleneck=False))  # 11,689,512 parameters
+resnet34 = partial(ImagenetResNet, _Plan(blocks=(3, 4, 6, 3), is_bottleneck=False))  # 21,797,672
+resnet50 = partial(ImagenetResNet, _Plan(blocks=(3, 4, 6, 3)))  # 25,557,032
+resnet101 = partial(ImagenetResNet, _Plan(blocks=(3, 4, 23, 3)))  # 44,549,160
+resnext50_32x4d = partial(ImagenetResNet, _Plan(blocks=(3, 4, 6, 3), groups=32, width_per_group=4))  # 25,028,904
+resnext101_32x8d = partial(ImagenetResNet, _Plan(blocks=(3, 4, 23, 3), groups=32, width_per_group=8))  # 88,791,336

@@ -1,7 +1,7 @@
-"""accelerate's LocalSGD, as its documentation has it.
+"""accelerate's LocalSGD, used as in its documentation.
 
-Decides what accelerate decides: local steps, parameters averaged every few of them and at the end of each epoch.
-Collected by `table`; accelerate is imported in ranks only.
+Local steps, with parameters averaged every few steps and at the end of each epoch. Listed in `peer_table`; accelerate
+is imported in ranks only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from outrider.bench.peers.method import Method, default_group
-from outrider.bench.peers.peer import Peer
+from outrider.bench.peers.peer import PeerFramework
+from outrider.rank.rank_life import RunSetting
 from outrider.replica.replica import Replica
-from outrider.runtime.rank import RunSetting
-from outrider.runtime.world import World
+from outrider.world.world import World
 
 # Of the example in accelerate's documentation.
 PERIOD = 8
@@ -78,8 +78,8 @@ class _Rounds:
         self._local_sgd.step()
 
 
-def _peer(name: str, note: str, *, period: int) -> Peer:
-    return Peer(
+def _peer(name: str, note: str, *, period: int) -> PeerFramework:
+    return PeerFramework(
         name=name,
         title="accelerate's LocalSGD",
         note=note,

@@ -1,7 +1,7 @@
-"""What a peer does its own way: the model it steps, what follows a step, and when the replicas are one model.
+"""The interface in which peers differ: the model, the work after a step, and when replicas become one model.
 
-Decides nothing itself; says in one place what the peers may differ in. Data, schedule, throttle, evaluation and
-records are the same for all. Each peer's own module opens one; the rank of a peer drives it.
+Data, schedule, throttle, evaluation and records are the same for all peers. Each peer's module implements it; the rank
+of a peer calls it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
+from outrider.rank.rank_life import RunSetting
 from outrider.replica.replica import Replica
-from outrider.runtime.rank import RunSetting
-from outrider.runtime.world import World
+from outrider.world.world import World
 
 
 def _nothing() -> None:
@@ -30,23 +30,23 @@ class Method:
     """A peer at work in one rank."""
 
     model: nn.Module
-    """What the step function is called with."""
+    """The model that is passed to the step function."""
     group: dist.ProcessGroup | None
-    """Where rank 0 tells the others its BatchNorm statistics before an evaluation; None in a world of one rank."""
+    """Group for the broadcast of rank 0's BatchNorm statistics before an evaluation; None with one rank."""
     averages: Callable[[], int]
     """Averages since the start of the run, of gradients or of parameters."""
     backward: Callable[[Tensor], Any] = Tensor.backward
     after_step: Callable[[], None] = _nothing
     epoch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Around the steps of an epoch; what leaving it takes is training time."""
+    """A context around the steps of an epoch; leaving it counts as training time."""
     as_one_model: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Around an evaluation and around saving; inside, the replica holds the model that all ranks share."""
+    holds_whole_model: bool = True
+    """False if a rank holds only a part of the model; then none is saved."""
 
 
-class OpenMethod(Protocol):
-    """Wraps the replica as the peer's documentation has it, and on the way out takes down what it set up."""
-
-    def __call__(self, replica: Replica, world: World, setting: RunSetting, /) -> AbstractContextManager[Method]: ...
+OpenMethod = Callable[[Replica, World, RunSetting], AbstractContextManager[Method]]
+"""Wraps the replica as in the peer's documentation, and undoes its set-up at the end."""
 
 
 def default_group(world: World, *, backend: str) -> dist.ProcessGroup:
@@ -58,7 +58,7 @@ def default_group(world: World, *, backend: str) -> dist.ProcessGroup:
         dist.destroy_process_group()
         dist.init_process_group(
             "nccl",
-            store=PrefixStore("peer", world.store),
+            store=PrefixStore("peer", world.group_store),
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=world.timeout_s),

@@ -1,7 +1,7 @@
-"""What a peer is: its name, its setting in words, how it is started, and why it may not be able to run here.
+"""The description of a peer: its name, its settings in words, how it is started, and why it may not run here.
 
-Decides which devices a peer can use and what its run folder says; how it trains is its Method.
-Each peer's own module makes some; `table` collects them.
+Decides which devices a peer can use and the content of its run folder; its Method trains. Each peer's module creates
+them, and `peer_table` lists them.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.api.handle import StartedRun
-from outrider.api.options import Order
+from outrider.api.options import CheckedRun
 from outrider.api.train import make_sampler
+from outrider.average.transport.backend_table import choose_backend
 from outrider.bench.peers.method import OpenMethod
-from outrider.bench.peers.rank import run_peer_rank
+from outrider.bench.peers.peer_rank import run_peer_rank
 from outrider.errors import ConfigError, DeviceError, OutriderError
+from outrider.launch.forkserver import TRAINING
+from outrider.launch.launcher import launch
 from outrider.machine.devices import DeviceSpec, cuda_devices, resolve_devices
+from outrider.rank.rank_life import RunSetting
+from outrider.record import run_config as configs
+from outrider.record.run_folder import SCHEMA_VERSION, RunFolder
 from outrider.replica import recipe as recipes
-from outrider.runtime import config as configs
-from outrider.runtime.folder import SCHEMA_VERSION, RunFolder
-from outrider.runtime.launch import launch
-from outrider.runtime.messages import Message
-from outrider.runtime.nursery import TRAINING
-from outrider.runtime.rank import RunSetting
-from outrider.runtime.world import choose_backend
+from outrider.world.messages import Message
 
 INSTALL = "pip install 'outrider[peers]'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
+class PeerFramework:
     """Another way to train on several devices, at one setting."""
 
     name: str
     title: str
     """What messages call it."""
     note: str
-    """The setting in words, for reports."""
+    """A description of the settings, for reports."""
     open_method: OpenMethod
     extra: str | None = None
     """The package it needs beyond torch."""
@@ -47,7 +47,7 @@ class Peer:
     """The command that gets it."""
     processes: Literal["one per device", "one for all"] = "one per device"
 
-    def start(self, order: Order, *, on_message: Callable[[Message], None] = lambda message: None) -> StartedRun:
+    def start(self, order: CheckedRun, *, on_message: Callable[[Message], None] = lambda message: None) -> StartedRun:
         """Start its ranks; returns at once with the same handle as `train()`."""
         config = order.config
         assert config.run_dir is not None, "benchmarks name their run folders"
@@ -81,8 +81,8 @@ class Peer:
         return StartedRun(ranks, folder, on_message=on_message, sampler=sampler)
 
 
-def obstacle(peer: Peer, devices: Sequence[DeviceSpec]) -> str | None:
-    """Why the peer cannot run on these devices here, in one line; None where it can."""
+def obstacle(peer: PeerFramework, devices: Sequence[DeviceSpec]) -> str | None:
+    """Why the peer cannot run on these devices here, in one line; None if it can."""
     try:
         _backend(peer, devices)
     except ConfigError as error:
@@ -107,7 +107,7 @@ def _make_folder(setting: RunSetting, options: dict[str, object]) -> RunFolder:
     return folder
 
 
-def _backend(peer: Peer, specs: Sequence[DeviceSpec]) -> str:
+def _backend(peer: PeerFramework, specs: Sequence[DeviceSpec]) -> str:
     """Gloo between CPU ranks, NCCL between CUDA ranks; no peer has a way to join a mix of them."""
     if peer.extra is not None and importlib.util.find_spec(peer.extra) is None:
         raise ConfigError(f"{peer.extra} is not installed", hint=peer.install)
@@ -123,7 +123,7 @@ def _backend(peer: Peer, specs: Sequence[DeviceSpec]) -> str:
     return choose_backend("nccl", specs).backend
 
 
-def _backend_of_one_process(peer: Peer, specs: Sequence[DeviceSpec]) -> str:
+def _backend_of_one_process(peer: PeerFramework, specs: Sequence[DeviceSpec]) -> str:
     whole = {spec.index for spec in specs if spec.kind == "cuda" and spec.share is None}
     if len(specs) < 2 or len(whole) < len(specs):
         raise DeviceError(

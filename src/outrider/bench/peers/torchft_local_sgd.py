@@ -1,26 +1,103 @@
-"""torchft's LocalSGD and DiLoCo, as its documentation and examples have them.
+"""torchft's LocalSGD and DiLoCo, used as in its documentation and examples.
 
-Decides what torchft decides: a quorum at every average, of parameters (LocalSGD) or of the way since the last one,
-taken by an outer optimizer (DiLoCo). Collected by `table`; torchft is imported in ranks only.
+A quorum at every average, of parameters (LocalSGD) or of the displacement since the last one with an outer optimizer
+(DiLoCo). A quorum is all ranks, because a benchmark without some of them would measure something else. Lighthouse and
+Managers run on loopback inside the ranks' processes. Listed in `peer_table`; torchft is imported in ranks only.
 """
 
 from __future__ import annotations
 
 import platform
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
-from outrider.bench.peers.lighthouse import open_manager
 from outrider.bench.peers.method import Method
-from outrider.bench.peers.peer import INSTALL, Peer
+from outrider.bench.peers.peer import INSTALL, PeerFramework
+from outrider.rank.rank_life import RunSetting
 from outrider.replica.replica import Replica
-from outrider.runtime.rank import RunSetting
-from outrider.runtime.world import World
+from outrider.world.world import World
+
+_HOST = "127.0.0.1"
+
+
+@contextmanager
+def open_manager(replica: Replica, world: World, *, backend: str) -> Iterator[Any]:
+    """This rank's Manager, as a replica group of one."""
+    from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+    limit = timedelta(seconds=world.timeout_s)
+    group = (ProcessGroupNCCL if backend == "nccl" else ProcessGroupGloo)(timeout=limit)
+    # Each replica group has a store of its own; that of one of them is where a quorum's process groups meet.
+    store = _serve_store()
+    with _lighthouse(world) as address:
+        manager = Manager(
+            pg=group,
+            load_state_dict=partial(_load_state, replica),
+            state_dict=partial(_state, replica),
+            min_replica_size=world.size,
+            # DiLoCo needs it so, and LocalSGD asks for a quorum only when it averages: nothing could overlap.
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr=_HOST,
+            store_port=store.port,
+            lighthouse_addr=address,
+            replica_id=f"outrider_{world.rank}",
+            hostname=_HOST,
+            # As documented for replicas that begin alike: nothing has to be sent to the others first.
+            init_sync=False,
+            # An average that fails ends the run, instead of leaving each rank to itself.
+            max_retries=0,
+        )
+        try:
+            yield manager
+        finally:
+            manager.shutdown(wait=True)
+            group.shutdown()
+
+
+def _serve_store() -> TCPStore:
+    """On loopback, where every user of this host can reach it: torchft knows only torch's TCPStore."""
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _state(replica: Replica) -> dict[str, Any]:
+    return {"model": replica.model.state_dict(), "optim": replica.optimizer.state_dict()}
+
+
+def _load_state(replica: Replica, state: dict[str, Any]) -> None:
+    replica.model.load_state_dict(state["model"])
+    replica.optimizer.load_state_dict(state["optim"])
+
+
+@contextmanager
+def _lighthouse(world: World) -> Iterator[str]:
+    """Rank 0 hosts it; all ranks get its address."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind=f"{_HOST}:0", min_replicas=world.size) if world.rank == 0 else None
+    try:
+        # It gives the name of the host, which need not resolve; it listens on loopback only.
+        port = server.address().rpartition(":")[2] if server else None
+        ports = world.exchange_json(port, name="lighthouse ports")
+        yield f"http://{_HOST}:{ports[0]}"
+        world.barrier("all torchft managers to end")
+    finally:
+        if server:
+            server.shutdown()
+
 
 HAS_WHEEL = (sys.platform, platform.machine()) == ("linux", "x86_64")
 FROM_SOURCE = "pip install torchft, which needs Rust here: it has wheels for Linux on x86_64 only"
@@ -54,7 +131,7 @@ def torchft_local_sgd(replica: Replica, world: World, setting: RunSetting, *, pe
 
 @contextmanager
 def _synced_at_the_end(local_sgd: Any) -> Iterator[None]:
-    """torchft leaves it open what is evaluated between two averages: here it is one more."""
+    """Average once more before an evaluation, because torchft's documentation leaves this open."""
     yield
     local_sgd.sync()
 
@@ -111,39 +188,31 @@ class _CommonPoint:
             parameter.copy_(value)
 
 
-def _local_sgd_peer(name: str, note: str, *, period: int) -> Peer:
-    return Peer(
-        name=name,
-        title="torchft's LocalSGD",
-        note=note,
-        open_method=partial(torchft_local_sgd, period=period),
-        extra="torchft",
-        install=INSTALL if HAS_WHEEL else FROM_SOURCE,
-    )
+_torchft_peer = partial(PeerFramework, extra="torchft", install=INSTALL if HAS_WHEEL else FROM_SOURCE)
 
 
-def _diloco_peer(name: str, note: str, *, period: int, rate: float, momentum: float) -> Peer:
-    return Peer(
+def _diloco_peer(name: str, note: str, *, period: int, rate: float, momentum: float) -> PeerFramework:
+    return _torchft_peer(
         name=name,
         title="torchft's DiLoCo",
         note=f"{note}: every {period} steps an outer Nesterov step (learning rate {rate:g}, momentum {momentum:g}); "
         "evaluated is the model of the last outer step",
         open_method=partial(torchft_diloco, period=period, rate=rate, momentum=momentum),
-        extra="torchft",
-        install=INSTALL if HAS_WHEEL else FROM_SOURCE,
     )
 
 
-TORCHFT_LOCAL_SGD = _local_sgd_peer(
-    "torchft-local-sgd",
-    f"as torchft's example has it: parameters averaged every {PERIOD} steps, and at the end of each epoch for the "
+TORCHFT_LOCAL_SGD = _torchft_peer(
+    name="torchft-local-sgd",
+    title="torchft's LocalSGD",
+    note=f"as torchft's example has it: parameters averaged every {PERIOD} steps, and at the end of each epoch for the "
     "evaluation; a quorum for each average",
-    period=PERIOD,
+    open_method=partial(torchft_local_sgd, period=PERIOD),
 )
-TORCHFT_LOCAL_SGD_TUNED = _local_sgd_peer(
-    "torchft-local-sgd-tuned",
-    f"parameters averaged every {TUNED_PERIOD} steps and at the end of each epoch; a quorum for each average",
-    period=TUNED_PERIOD,
+TORCHFT_LOCAL_SGD_TUNED = _torchft_peer(
+    name="torchft-local-sgd-tuned",
+    title="torchft's LocalSGD",
+    note=f"parameters averaged every {TUNED_PERIOD} steps and at the end of each epoch; a quorum for each average",
+    open_method=partial(torchft_local_sgd, period=TUNED_PERIOD),
 )
 TORCHFT_DILOCO = _diloco_peer(
     "torchft-diloco",

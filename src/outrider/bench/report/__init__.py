@@ -1,1 +1,1 @@
-"""What the suite's records say: in markdown, as a page, and against a baseline. Knows no torch."""
+"""Reports on the records of the suite: as markdown, as a web page, and against a baseline. Imports no torch."""

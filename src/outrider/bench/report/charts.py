@@ -1,7 +1,6 @@
 """The charts of the report: efficiency, shares, learning and idle time of the modes of one model.
 
-Decides what is drawn; figures are plain dicts in the house style of the timeline's pages. Knows no torch.
-Called by the report's page.
+Decides what is drawn; figures are plain dicts in the style of the timeline's pages. Called by the report's page.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from outrider.bench.report.claims import trains_together
 from outrider.bench.statistics import mean
 from outrider.bench.suite.groups import INDEPENDENT, Group
 from outrider.bench.suite.runs import EpochRow, SuiteRun
-from outrider.bench.suite.summary import ModeSummary, seconds_per_epoch
-from outrider.timeline.page import CAUSE_COLOURS, RANK_COLOURS, Figure, Markup, figure, key, rank_colour
+from outrider.bench.suite.suite_summary import ModeSummary, seconds_per_epoch
+from outrider.timeline.web_page import CAUSE_COLOURS, RANK_COLOURS, Figure, Markup, figure, key, rank_colour
 
 MAX_POINTS = 200
 """Of a curve; more make the page slow and show nothing more."""
-EPOCHS, WALL_TIME = "epochs", "wall time"
+EPOCHS, WALL_TIME, TRAINING_TIME = "epochs", "wall time", "training time"
 _COLOURS = (*RANK_COLOURS, "#1b4f8a", "#b3541e", "#1f6e46", "#5e3488", "#8a2036", "#146a75", "#6d5313", "#3e4750")
 """Of modes: enough of them that no two curves of a chart are alike."""
 _QUIET = "#9aa5b1"
@@ -128,13 +127,18 @@ def learning_figures(group: Group) -> list[Figure]:
     return [
         _curves(group, name, against, title=f"{label} against {against}")
         for name, label in (("eval", f"Evaluation ({metric})"), ("loss", "Training loss"))
-        for against in (EPOCHS, WALL_TIME)
-        if group.has_timed or against == EPOCHS
+        for against in ((EPOCHS, _clock(group)) if group.has_timed else (EPOCHS,))
     ]
 
 
+def _clock(group: Group) -> str:
+    """Wall time; training time where a record does not tell the other, so that all curves have the same clock."""
+    timed = [epoch for mode in group.by_mode for run in group.judged(mode) if run.case.is_timed for epoch in run.epochs]
+    return WALL_TIME if all(epoch.wall_s is not None for epoch in timed) else TRAINING_TIME
+
+
 def learning_key(group: Group) -> Markup:
-    """What the colours of all of them mean; modes are many, and a legend in every chart would leave it no room."""
+    """One legend for all charts, because a legend of many modes in every chart would take too much room."""
     return key(_colours(group))
 
 
@@ -159,11 +163,11 @@ Place = Callable[[Sequence[EpochRow]], float]
 
 
 def _places(group: Group, mode: str, against: str) -> Place | None:
-    """None where it is not known: the mode was not timed."""
+    """None if it is not known: the mode was not timed."""
     if against == EPOCHS:
         return _epochs
     if all(run.case.is_timed for run in group.judged(mode)):
-        return _wall_s
+        return _wall_s if against == WALL_TIME else _train_s
     epoch_s = seconds_per_epoch(group.timed(mode))
     return None if epoch_s is None else lambda row: _epochs(row) * epoch_s
 
@@ -172,11 +176,12 @@ def _axis_title(group: Group, against: str) -> str:
     if against == EPOCHS:
         return "epochs"
     worked_out = "; untimed runs at the pace of timed ones" if group.has_untimed else ""
-    return f"s, start-up excluded{worked_out}"
+    left_out = "start-up" if against == WALL_TIME else "start-up and evaluation"
+    return f"s, {left_out} excluded{worked_out}"
 
 
 def _curve(mode: str, runs: Sequence[SuiteRun], name: str, place_of: Place, *, colour: str) -> dict[str, object]:
-    """The mean over the seeds, epoch by epoch; the dash tells solos from the rest."""
+    """The mean over the seeds for each epoch; solo modes are dashed."""
     rows = [row for row in zip(*(run.epochs for run in runs), strict=False) if _is_known(row, name)]
     rows = thinned(rows, MAX_POINTS)
     return {
@@ -190,7 +195,11 @@ def _curve(mode: str, runs: Sequence[SuiteRun], name: str, place_of: Place, *, c
 
 
 def _wall_s(row: Sequence[EpochRow]) -> float:
-    return mean([epoch.wall_s for epoch in row])
+    return mean([epoch.wall_s for epoch in row if epoch.wall_s is not None])
+
+
+def _train_s(row: Sequence[EpochRow]) -> float:
+    return mean([epoch.train_s for epoch in row])
 
 
 def _epochs(row: Sequence[EpochRow]) -> float:

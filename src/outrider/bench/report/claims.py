@@ -1,6 +1,6 @@
-"""What may be said of a mode beside one device alone: as good, better, worse, or not shown.
+"""The verdict on a mode compared with one device alone: as good, better, worse, or no evidence.
 
-Decides margins and words; the tests are the statistics'. Knows no torch. Called by the report.
+Decides margins and words; `statistics` has the tests. Imports no torch. Called by the report.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from outrider.bench.statistics import Equivalence, Interval, difference_interval, equivalence
 from outrider.bench.suite.groups import INDEPENDENT, SOLO, Group
-from outrider.bench.suite.summary import ModeSummary
+from outrider.bench.suite.suite_summary import ModeSummary
 
 MIN_SEEDS = 3
 """Fewer allow no claim about quality."""
 ACCURACY_MARGIN = 0.005
-"""Half a point: what the same seed differs by from day to day on real hardware."""
+"""Half a point: the difference between runs of the same seed on real hardware."""
 RELATIVE_MARGIN = 0.02
 """Of the solo's value, for losses and errors."""
 
 AS_GOOD = "as good as solo"
 BETTER = "better than solo"
 WORSE = "worse than solo"
-NOT_SHOWN = "not shown"
+NO_EVIDENCE = "no evidence of equality"
 TOO_FEW = f"needs {MIN_SEEDS} seeds"
 
 
@@ -41,7 +41,7 @@ SCALES = {"accuracy": Scale(100.0, 2, " %", " points"), "mse": Scale(1.0, 6), "l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """A mode's evaluation beside that of the first device alone."""
+    """A mode's evaluation compared with that of the first device alone."""
 
     mode: str
     verdict: str
@@ -51,7 +51,7 @@ class Quality:
 
 
 def trains_together(mode: str) -> bool:
-    """Whether a mode makes one model on all devices: what a user would choose among."""
+    """Whether a mode trains one model on all devices."""
     return not mode.startswith("solo-") and mode != INDEPENDENT
 
 
@@ -62,7 +62,7 @@ def margin(group: Group, solo: ModeSummary) -> float:
 
 
 def quality(group: Group, summaries: Mapping[str, ModeSummary]) -> list[Quality]:
-    """Every mode that trains one model on all devices, against the solo; empty where there is no solo."""
+    """Every mode that trains one model on all devices, against the solo; empty if there is no solo."""
     solo = summaries.get(SOLO)
     if solo is None or not solo.evals:
         return []
@@ -93,7 +93,7 @@ def _verdict(ci95: Interval | None, test: Equivalence | None, *, larger_is_bette
     if test.is_shown:
         return AS_GOOD
     if ci95.holds(0.0):
-        return NOT_SHOWN
+        return NO_EVIDENCE
     return BETTER if (ci95.low > 0) == larger_is_better else WORSE
 
 
@@ -106,7 +106,7 @@ class Best:
 
 
 def best_mode(group: Group, summaries: Mapping[str, ModeSummary]) -> Best:
-    """The soonest at the target among those not worse than solo; where that is not known, the one that learned most."""
+    """The first mode at the target among those not worse than solo; without times, the one with the best evaluation."""
     worse = {one.mode for one in quality(group, summaries) if one.verdict == WORSE}
     candidates = [one for mode, one in summaries.items() if trains_together(mode) and mode not in worse]
     if not candidates:

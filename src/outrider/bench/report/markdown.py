@@ -1,7 +1,7 @@
-"""The report in markdown: what ran on what, what each mode was worth, and what is not known.
+"""The report in markdown: hardware and settings, the results of each mode, and what is not known.
 
-Decides the order of things and their words; numbers come from the summaries, claims from the tests. Reads records
-only and knows no torch. Called by `bench report`.
+Decides the order of sections and their words; numbers come from the summaries, verdicts from `claims`. Reads records
+only and imports no torch. Called by `bench report`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 from outrider.bench.report import model_tables as tables
 from outrider.bench.report.claims import ACCURACY_MARGIN, MIN_SEEDS, RELATIVE_MARGIN, best_mode, quality, shortcomings
-from outrider.bench.report.model_tables import Table
-from outrider.bench.report.timing_words import epochs_words, seeds_words
+from outrider.bench.report.model_tables import ReportTable, epochs_words, seeds_words
 from outrider.bench.suite.groups import Group, group_runs
 from outrider.bench.suite.runs import SuiteRun, read_runs
-from outrider.bench.suite.summary import ModeSummary, ideal_samples_per_s, summarise_group
-from outrider.bench.tables import UNKNOWN, number
+from outrider.bench.suite.suite_summary import ModeSummary, ideal_samples_per_s, summarise_group
+from outrider.bench.tables import UNKNOWN, markdown_table, number
 from outrider.errors import DataError
 
 MACHINE = ("cpu", "num_cores", "gpus", "cuda", "platform")
@@ -37,7 +36,7 @@ class Report:
     summaries: tuple[dict[str, ModeSummary], ...]
     """Of each group, by mode."""
     environments: tuple[Mapping[str, Any], ...]
-    """The different ones among the runs: one, where all ran on one machine with the same versions."""
+    """The distinct environments of the runs; one if all ran on one machine with the same versions."""
     commits: tuple[str, ...]
 
     @property
@@ -58,7 +57,7 @@ class Report:
 
 
 def make_report(root: Path) -> Report:
-    """From what lies under a folder; an error where nothing there is finished."""
+    """The report on the runs in a folder; an error if no run is finished."""
     runs = read_runs(root)
     groups = tuple(group_runs(runs))
     if not any(group.by_mode for group in groups):
@@ -92,12 +91,12 @@ def markdown(report: Report) -> str:
         "# Benchmark report",
         lead(report),
         "## Hardware and versions",
-        *(as_markdown(_environment_table(one)) for one in report.environments),
-        *_commits(report),
+        *(_table(_environment_table(one)) for one in report.environments),
+        f"Commit: {', '.join(report.commits)}." if report.commits else "",
         "## Reproduce",
         "```\n" + "\n".join(reproduce(report)) + "\n```",
         "## Best mode per model",
-        as_markdown(overview(report)),
+        _table(overview(report)),
         *(part for group, summaries in report.pairs for part in _model_parts(group, summaries)),
         "## Where a mode is worse than one device alone",
         _bullets(worse_sentences(report), otherwise="Nowhere in these runs, as far as they can tell."),
@@ -117,19 +116,15 @@ def lead(report: Report) -> str:
     return f"{report.num_finished} finished runs{untimed}{incomplete}; models: {models}; devices: {devices}."
 
 
-def _environment_table(environment: Mapping[str, Any]) -> Table:
+def _environment_table(environment: Mapping[str, Any]) -> ReportTable:
     rows = [[name.replace("_", " "), fact(environment[name])] for name in (*MACHINE, *VERSIONS)]
-    return Table(title="", headers=("what", "here"), rows=rows)
+    return ReportTable(title="", headers=("what", "here"), rows=rows)
 
 
 def fact(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return UNKNOWN if value is None else str(value)
-
-
-def _commits(report: Report) -> list[str]:
-    return [f"Commit: {', '.join(report.commits)}."] if report.commits else []
 
 
 def reproduce(report: Report) -> list[str]:
@@ -143,7 +138,7 @@ def reproduce(report: Report) -> list[str]:
 
 
 def _all_conditions_words(group: Group) -> list[str]:
-    """Of the timed runs, and of those that may run beside each other."""
+    """The commands of the timed runs, and of the runs that may share the machine."""
     runs = [*group.runs, *group.incomplete]
     timed = [run for run in runs if run.case.is_timed]
     untimed = [run for run in runs if not run.case.is_timed]
@@ -164,9 +159,9 @@ def _conditions_words(runs: Sequence[SuiteRun]) -> str:
     return shlex.join(words)
 
 
-def overview(report: Report) -> Table:
+def overview(report: Report) -> ReportTable:
     headers = ("model", "data", "best mode", "why", "speed-up", "efficiency", "quality")
-    return Table(title="", headers=headers, rows=[_overview_row(*pair) for pair in report.pairs])
+    return ReportTable(title="", headers=headers, rows=[_overview_row(*pair) for pair in report.pairs])
 
 
 def _overview_row(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str]:
@@ -191,12 +186,12 @@ def _model_parts(group: Group, summaries: Mapping[str, ModeSummary]) -> list[str
         *(
             part
             for table in model_tables(group, summaries)
-            for part in (f"### {table.title}", as_markdown(table), table.note)
+            for part in (f"### {table.title}", _table(table), table.note)
         ),
     ]
 
 
-def model_tables(group: Group, summaries: Mapping[str, ModeSummary]) -> list[Table]:
+def model_tables(group: Group, summaries: Mapping[str, ModeSummary]) -> list[ReportTable]:
     """The tables of a model that have something to show."""
     found = [
         tables.results_table(group, summaries),
@@ -209,7 +204,7 @@ def model_tables(group: Group, summaries: Mapping[str, ModeSummary]) -> list[Tab
 
 
 def conditions(group: Group, summaries: Mapping[str, ModeSummary]) -> str:
-    """What was trained, and what it may be held against."""
+    """A description of the task, and its published figure."""
     case, subject = group.case, group.subject
     words = [
         f"{case.data_name}; {epochs_words(group)}, batch {case.batch_size}; devices {', '.join(case.devices)}; "
@@ -277,9 +272,8 @@ def _peer_notes(report: Report) -> list[str]:
     return sorted({f"`{run.case.mode}`: {run.note}." for run in runs if run.note})
 
 
-def as_markdown(table: Table) -> str:
-    cells = [table.headers, ["---"] * len(table.headers), *table.rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+def _table(table: ReportTable) -> str:
+    return markdown_table(table.headers, table.rows)
 
 
 def _bullets(sentences: Sequence[str], *, otherwise: str) -> str:

@@ -1,7 +1,7 @@
-"""The tables of the report for one model, as headers and cells.
+"""The tables of one model in the report, with notes about runs that were not timed.
 
-Decides what is shown of a mode and with how many digits; the page and the text lay the same cells out.
-Knows no torch. Called by the markdown report and by the report's page.
+Decides columns and words; `groups` decides which runs show quality and which speed. Imports no torch. Called by the
+report and by the text at the end of a sweep.
 """
 
 from __future__ import annotations
@@ -10,11 +10,68 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.report.claims import SCALES, quality
-from outrider.bench.report.timing_words import timing_note
 from outrider.bench.statistics import Interval
 from outrider.bench.suite.groups import Group
-from outrider.bench.suite.summary import ModeSummary
+from outrider.bench.suite.suite_summary import ModeSummary
 from outrider.bench.tables import UNKNOWN, number
+
+_UNTIMED = "trained beside each other and were not timed"
+
+
+def epochs_words(group: Group) -> str:
+    """200 epochs, or 200 epochs for quality and 11 for speed."""
+    if not (group.has_timed and group.has_untimed) or group.timed_epochs == group.case.epochs:
+        return f"{group.case.epochs} epochs"
+    return f"{group.case.epochs} epochs for quality and {group.timed_epochs} for speed"
+
+
+def seeds_words(group: Group) -> str:
+    """3 seeds, or 3 seeds for quality and 1 for speed."""
+    seeds = f"{group.num_seeds} seed{'' if group.num_seeds == 1 else 's'}"
+    if not (group.has_timed and group.has_untimed) or group.num_rounds == group.num_seeds:
+        return seeds
+    return f"{seeds} for quality and {group.num_rounds} for speed"
+
+
+def timing_note(group: Group) -> str:
+    """Under the table of results; empty if every run was timed."""
+    if not group.has_untimed:
+        return ""
+    if not group.has_timed:
+        return f"These runs {_UNTIMED}: a dash stands for all that is a matter of speed."
+    sentences = [
+        f"Quality is of runs that {_UNTIMED}, {group.case.epochs} epochs each; speed, waiting and averages are of runs "
+        f"that had the machine to themselves, {group.timed_epochs} epochs each.",
+        "Time to target is worked out from both: the epochs that the untimed run took to get there, times the median "
+        "seconds of an epoch of the timed runs, warm-up excluded.",
+        *_exceptions(group),
+    ]
+    return " ".join(sentences)
+
+
+def _exceptions(group: Group) -> list[str]:
+    """Modes that have one half only."""
+    untimed = [mode for mode in group.by_mode if not group.timed(mode)]
+    unjudged = [mode for mode in group.by_mode if not group.judged(mode) and _is_evaluated(group, mode)]
+    whole = [mode for mode in group.by_mode if any(run.case.is_timed for run in group.judged(mode))]
+    modes_by_words = {
+        "Not timed, so with a dash for speed": untimed,
+        "Timed only, and not long enough to be judged": unjudged,
+        "Quality and speed of the same, timed runs": whole,
+    }
+    return [f"{words}: {', '.join(modes)}." for words, modes in modes_by_words.items() if modes]
+
+
+def _is_evaluated(group: Group, mode: str) -> bool:
+    return any(run.epochs[-1].eval is not None for run in group.by_mode[mode])
+
+
+def timing_hint(group: Group) -> str:
+    """The same at a glance, for 80 columns."""
+    if not group.has_timed:
+        return f"these runs {_UNTIMED}"
+    return "quality is of untimed runs, speed of timed ones; time to target is worked out"
+
 
 _GIB = 2**30
 _NUM_ANCHORS = 8
@@ -22,19 +79,19 @@ _NUM_ANCHORS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class ReportTable:
     title: str
     headers: tuple[str, ...]
     rows: list[list[str]]
     note: str = ""
-    """What has to be known to read it."""
+    """Notes under the table."""
 
 
-def results_table(group: Group, summaries: Mapping[str, ModeSummary]) -> Table:
+def results_table(group: Group, summaries: Mapping[str, ModeSummary]) -> ReportTable:
     metric = group.subject.metric
     headers = ("mode", metric, "samples/s", "efficiency", "of ceiling", "speed-up", _target_header(group), "waiting")
     rows = [_result(group, one) for one in summaries.values()]
-    return Table(title="Results", headers=headers, rows=rows, note=timing_note(group))
+    return ReportTable(title="Results", headers=headers, rows=rows, note=timing_note(group))
 
 
 def _target_header(group: Group) -> str:
@@ -82,7 +139,7 @@ def time_to_target(summary: ModeSummary, *, has_target: bool) -> str:
     return f"reached by {summary.num_reached} of {len(summary.seeds)}"
 
 
-def quality_table(group: Group, summaries: Mapping[str, ModeSummary]) -> Table:
+def quality_table(group: Group, summaries: Mapping[str, ModeSummary]) -> ReportTable:
     headers = ("mode", "difference to solo-0", "95 % interval", "p of the two one-sided tests", "verdict")
     factor, digits, _, unit = SCALES[group.subject.metric]
     rows = [
@@ -97,10 +154,10 @@ def quality_table(group: Group, summaries: Mapping[str, ModeSummary]) -> Table:
         ]
         for one in quality(group, summaries)
     ]
-    return Table(title="Quality against one device alone", headers=headers, rows=rows)
+    return ReportTable(title="Quality against one device alone", headers=headers, rows=rows)
 
 
-def averages_table(summaries: Mapping[str, ModeSummary]) -> Table:
+def averages_table(summaries: Mapping[str, ModeSummary]) -> ReportTable:
     headers = ("mode", "averages", "ms each", "of the time", "share by rank", "anchor, first seed")
     rows = [
         [
@@ -114,7 +171,7 @@ def averages_table(summaries: Mapping[str, ModeSummary]) -> Table:
         for one in summaries.values()
         if one.averages
     ]
-    return Table(title="Averages and anchors", headers=headers, rows=rows)
+    return ReportTable(title="Averages and anchors", headers=headers, rows=rows)
 
 
 def anchor_history(anchors: Sequence[int]) -> str:
@@ -126,8 +183,8 @@ def anchor_history(anchors: Sequence[int]) -> str:
     return " → ".join(shown) or UNKNOWN
 
 
-def idle_table(summaries: Mapping[str, ModeSummary]) -> Table:
-    """What ranks recorded by cause; beside it what the sampled utilization saw, short waits left out."""
+def idle_table(summaries: Mapping[str, ModeSummary]) -> ReportTable:
+    """Recorded waits by cause, and the gaps of the sampled utilization, which omit short waits."""
     known = {mode: one for mode, one in summaries.items() if one.idle_s_by_cause is not None}
     causes = list(dict.fromkeys(cause for one in known.values() for cause in one.idle_s_by_cause or ()))
     rows = [
@@ -140,7 +197,7 @@ def idle_table(summaries: Mapping[str, ModeSummary]) -> Table:
         for mode, one in known.items()
     ]
     title = "Idle by cause, seconds per run, all ranks"
-    return Table(title=title, headers=("mode", *causes, "sum", "sampled"), rows=rows)
+    return ReportTable(title=title, headers=("mode", *causes, "sum", "sampled"), rows=rows)
 
 
 def _sampled(seconds: Mapping[str, float] | None) -> str:
@@ -152,11 +209,13 @@ def _sampled(seconds: Mapping[str, float] | None) -> str:
     return f"{sum(seconds.values()):.2f}{most}"
 
 
-def memory_table(summaries: Mapping[str, ModeSummary]) -> Table:
+def memory_table(summaries: Mapping[str, ModeSummary]) -> ReportTable:
     known = {mode: one.peak_memory_bytes_by_rank for mode, one in summaries.items() if one.peak_memory_bytes_by_rank}
     num_ranks = max((len(peaks) for peaks in known.values()), default=0)
     rows = [[mode, *(_gib(peaks, rank) for rank in range(num_ranks))] for mode, peaks in known.items()]
-    return Table(title="Peak memory, GiB", headers=("mode", *(f"rank {rank}" for rank in range(num_ranks))), rows=rows)
+    return ReportTable(
+        title="Peak memory, GiB", headers=("mode", *(f"rank {rank}" for rank in range(num_ranks))), rows=rows
+    )
 
 
 def _gib(peaks: Sequence[int | None], rank: int) -> str:

@@ -1,6 +1,6 @@
-"""What a scaling comparison means, in words: which way to use here, and why the others lose.
+"""The conclusions of a scaling comparison: which way to use here, and why the others lose.
 
-Decides every sentence from the numbers of a record alone. Runs nothing. Called by the command and the notebook.
+Derives every sentence from the numbers of a record. Runs nothing. Called by the command and the notebook.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from outrider.bench.scaling.plan import FSDP, OURS, SINGLE
-from outrider.bench.scaling.record import Row, ScalingRecord, Standing, solo_speeds, standings
+from outrider.bench.scaling.scaling_plan import FSDP, SINGLE
+from outrider.bench.scaling.scaling_record import ScalingRecord, ScalingRow, Standing, solo_speeds, standings
+from outrider.policy.policies import FIXED_POLICIES
 
 UNEQUAL = 1.15
 """From this ratio of speeds on, devices are called unequal."""
 NEAR = 0.03
-"""Ways whose efficiency is nearer than this are not told apart."""
+"""Ways whose efficiency differs by less than this count as equal."""
 _LEAST_PART = 0.02
 # Of the policies that do not make a fast device wait, the ones to name first.
 _FOR_UNEQUAL = ("balanced", "async", "cadence")
@@ -31,7 +32,7 @@ def _rounds(count: int) -> str:
     return f"{count} run{'' if count == 1 else 's'}"
 
 
-def _of_model(model: str, rows: Sequence[Row]) -> Iterator[str]:
+def _of_model(model: str, rows: Sequence[ScalingRow]) -> Iterator[str]:
     ranked = _ranked(rows)
     if not ranked:
         yield f"{model}: nothing ran on more than one device, so there is nothing to compare."
@@ -44,8 +45,8 @@ def _of_model(model: str, rows: Sequence[Row]) -> Iterator[str]:
     yield from _memory(model, ranked)
 
 
-def _ranked(rows: Sequence[Row]) -> list[Standing]:
-    """What ran on the most devices, quickest first."""
+def _ranked(rows: Sequence[ScalingRow]) -> list[Standing]:
+    """The ways on the most devices, fastest first."""
     ran = [one for one in standings(rows) if one.row.way != SINGLE and one.efficiency is not None]
     most = max((one.row.num_devices for one in ran), default=0)
     return sorted((one for one in ran if one.row.num_devices == most), key=_speed, reverse=True)
@@ -55,7 +56,7 @@ def _speed(standing: Standing) -> float:
     return standing.row.samples_per_s or 0.0
 
 
-def _best(model: str, best: Standing, rows: Sequence[Row]) -> str:
+def _best(model: str, best: Standing, rows: Sequence[ScalingRow]) -> str:
     fastest_alone = max(solo_speeds(rows).values())
     gain = _speed(best) / fastest_alone
     share = f"{_percent(best.efficiency)} of what the devices give alone"
@@ -69,7 +70,7 @@ def _best(model: str, best: Standing, rows: Sequence[Row]) -> str:
     )
 
 
-def _unequal(model: str, ranked: Sequence[Standing], rows: Sequence[Row]) -> Iterator[str]:
+def _unequal(model: str, ranked: Sequence[Standing], rows: Sequence[ScalingRow]) -> Iterator[str]:
     solos = solo_speeds(rows)
     speeds = [solos[device] for device in ranked[0].row.devices]
     ratio = max(speeds) / min(speeds)
@@ -79,14 +80,14 @@ def _unequal(model: str, ranked: Sequence[Standing], rows: Sequence[Row]) -> Ite
     expected = _lockstep_loss(ranked[0].row, rows)
     loss = expected if ddp is None or ddp.efficiency is None else 1 - ddp.efficiency
     told = "DDP loses" if ddp is not None else "DDP would lose"
-    # A way that only beats DDP is none to take, where the fastest device alone beats both.
+    # A way that beats DDP is not recommended if the fastest device alone beats both.
     beaten = max(1 - loss, max(speeds) / sum(speeds))
     better = [way for way in _FOR_UNEQUAL if _beats(way, ranked, beaten)]
     advice = f"use {' or '.join(better)}" if better else "no policy beats the fastest device alone"
     yield f"{model}: your devices are unequal by {ratio:.1f}x: {told} {_percent(loss)}, {advice}."
 
 
-def _lockstep_loss(row: Row, rows: Sequence[Row]) -> float:
+def _lockstep_loss(row: ScalingRow, rows: Sequence[ScalingRow]) -> float:
     """By the speeds alone: a world in lockstep is as fast as its slowest device, times the number of devices."""
     solos = solo_speeds(rows)
     speeds = [solos[device] for device in row.devices]
@@ -110,15 +111,15 @@ def _loss(standing: Standing, lockstep_loss: float) -> str:
     return f"{standing.row.title} loses {_percent(lost)}{': ' if reasons else ''}{', '.join(reasons)}."
 
 
-def _measured_reasons(row: Row) -> Iterator[str]:
+def _measured_reasons(row: ScalingRow) -> Iterator[str]:
     if row.average_part is not None and row.average_part >= _LEAST_PART:
         yield f"communication takes {_percent(row.average_part)} of the time"
     if row.wait_part is not None and row.wait_part >= _LEAST_PART:
         yield f"ranks wait {_percent(row.wait_part)} of the time for each other"
 
 
-def _known_reasons(row: Row) -> Iterator[str]:
-    """What a way does by its nature."""
+def _known_reasons(row: ScalingRow) -> Iterator[str]:
+    """The inherent reason for a way's loss."""
     if row.way == "dp":
         yield "one process copies the model to every device at each step and gathers the outputs on the first"
     if row.way == FSDP:
@@ -133,16 +134,16 @@ def _computed_reason(lockstep_loss: float) -> str:
 
 
 def _memory(model: str, ranked: Sequence[Standing]) -> Iterator[str]:
-    """What sharding is for."""
+    """The note on the memory that sharding saves."""
     peaks = {one.row.way: peak for one in ranked if (peak := mean_peak_bytes(one.row)) is not None}
-    whole = peaks.get("ddp") or next((peaks[way] for way in OURS if way in peaks), None)
+    whole = peaks.get("ddp") or next((peaks[way] for way in FIXED_POLICIES if way in peaks), None)
     if FSDP in peaks and whole is not None and peaks[FSDP] < whole * (1 - NEAR):
         saved = 1 - peaks[FSDP] / whole
         yield f"{model}: FSDP2 needs {_percent(saved)} less memory per rank; take it where the model does not fit."
 
 
-def mean_peak_bytes(row: Row) -> float | None:
-    """Over the ranks; None where one is not known."""
+def mean_peak_bytes(row: ScalingRow) -> float | None:
+    """Over the ranks; None if one is not known."""
     known = [peak for peak in row.peak_memory_bytes if peak is not None]
     return fmean(known) if known and len(known) == len(row.peak_memory_bytes) else None
 

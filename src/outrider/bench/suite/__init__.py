@@ -1,1 +1,1 @@
-"""The benchmark suite: cases, sweeps that resume, and what their runs left behind."""
+"""The benchmark suite: cases, resumable sweeps, and the records of their runs."""

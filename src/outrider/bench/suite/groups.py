@@ -1,24 +1,69 @@
-"""Runs that may stand in one table: one model under one condition, by mode, over their seeds.
+"""Groups runs for one table: one model under one condition, by mode, over their seeds.
 
-Decides what belongs together, which runs tell of quality and which of speed, and in which order modes are shown.
-Knows no torch. Called by summaries and reports.
+Decides which runs belong together, which of them show quality and which speed, and the order of modes. Timed runs join
+untimed ones of the same condition, so that one table shows the quality of the latter and the speed of the former.
+Imports no torch. Called by summaries and reports.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.suite.case import Case, Subject
-from outrider.bench.suite.runs import SuiteRun
-from outrider.bench.suite.timing import TIMED, UNTIMED, join_timed
+from outrider.bench.suite.runs import Case, Subject, SuiteRun
+from outrider.policy.policies import TRAINING_POLICIES
+
+TIMED, UNTIMED, BOTH = "timed", "not timed", "timed apart"
+"""The last part of a condition, as a group's name says it."""
+Condition = tuple[Any, ...]
+"""Title, epochs, batch, devices, data, settings, and one of the above."""
+
+
+def join_timed(by_condition: Mapping[Condition, Sequence[SuiteRun]]) -> dict[Condition, list[SuiteRun]]:
+    """Per model, devices, batch, data and settings: the longest untimed runs take in timed ones that are not longer.
+
+    What is not finished decides nothing. All other conditions stay as they are.
+    """
+    joined = {condition: list(runs) for condition, runs in by_condition.items()}
+    for alike in _alike(by_condition):
+        untimed = max((one for one in alike if _tells(by_condition[one], UNTIMED, one)), key=_epochs, default=None)
+        if untimed is None:
+            continue
+        candidates = [
+            one for one in alike if _tells(by_condition[one], TIMED, one) and _epochs(one) <= _epochs(untimed)
+        ]
+        if candidates:
+            # The length at which most modes were timed; of two such, the longer.
+            timed = max(candidates, key=lambda one: (_num_modes(by_condition[one]), _epochs(one)))
+            joined[*untimed[:-1], BOTH] = [*joined.pop(untimed), *joined.pop(timed)]
+    return joined
+
+
+def _alike(conditions: Iterable[Condition]) -> list[list[Condition]]:
+    """Those that differ in nothing but epochs and timing."""
+    found: dict[Condition, list[Condition]] = defaultdict(list)
+    for condition in conditions:
+        found[condition[0], *condition[2:-1]].append(condition)
+    return list(found.values())
+
+
+def _tells(runs: Iterable[SuiteRun], timing: str, condition: Condition) -> bool:
+    return condition[-1] == timing and any(run.is_finished for run in runs)
+
+
+def _epochs(condition: Condition) -> int:
+    return int(condition[1])
+
+
+def _num_modes(runs: Iterable[SuiteRun]) -> int:
+    return len({run.case.mode for run in runs if run.is_finished})
+
 
 SOLO = "solo-0"
-"""What every mode is compared with: the first device alone."""
+"""The mode that all others are compared with: the first device alone."""
 INDEPENDENT = "independent"
-_POLICIES = ("sync", "balanced", "cadence", "async")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +71,7 @@ class Group:
     """One model under one condition."""
 
     name: str
-    """The model, and what sets it apart where the model was run under several conditions."""
+    """The model, and its condition if the model was run under several."""
     case: Case
     """One of its runs', for what all of them share; where timed runs joined longer untimed ones, an untimed one's."""
     subject: Subject
@@ -40,11 +85,11 @@ class Group:
         return tuple(run for runs in self.by_mode.values() for run in runs)
 
     def timed(self, mode: str) -> tuple[SuiteRun, ...]:
-        """Those that tell of speed: they had the machine to themselves."""
+        """The runs that show speed: those that ran alone on the machine."""
         return tuple(run for run in self.by_mode.get(mode, ()) if run.case.is_timed)
 
     def judged(self, mode: str) -> tuple[SuiteRun, ...]:
-        """Those that tell of quality: the untimed ones, else timed ones that trained as long as all others."""
+        """The runs that show quality: untimed runs, otherwise timed runs of the same length."""
         whole = [run for run in self.by_mode.get(mode, ()) if run.case.epochs == self.case.epochs]
         return tuple([run for run in whole if not run.case.is_timed] or whole)
 
@@ -58,7 +103,7 @@ class Group:
 
     @property
     def timed_epochs(self) -> int | None:
-        """How long those trained that tell of speed; None where none does."""
+        """Epochs of the runs that show speed; None without any."""
         return next((run.case.epochs for run in self.runs if run.case.is_timed), None)
 
     @property
@@ -67,12 +112,12 @@ class Group:
 
     @property
     def num_seeds(self) -> int:
-        """Of a mode at most, by those that tell of quality."""
+        """Maximum number of seeds per mode among the runs that show quality."""
         return max((len(self.judged(mode)) for mode in self.by_mode), default=0)
 
     @property
     def num_rounds(self) -> int:
-        """Of a mode at most, by those that tell of speed."""
+        """Maximum number of seeds per mode among the runs that show speed."""
         return max((len(self.timed(mode)) for mode in self.by_mode), default=0)
 
 
@@ -93,9 +138,9 @@ def mode_order(mode: str) -> tuple[int, str]:
         return 0, mode
     if mode == INDEPENDENT:
         return 1, mode
-    if policy in _POLICIES and mode.rpartition("-")[0] in ("", "cpu", "nccl", "graph"):
-        return 2 + _POLICIES.index(policy), mode
-    return 2 + len(_POLICIES), mode
+    if policy in TRAINING_POLICIES and mode.rpartition("-")[0] in ("", "cpu", "nccl", "graph"):
+        return 2 + TRAINING_POLICIES.index(policy), mode
+    return 2 + len(TRAINING_POLICIES), mode
 
 
 def _without_repeats(runs: Iterable[SuiteRun]) -> list[SuiteRun]:
@@ -125,7 +170,7 @@ def _group(runs: Sequence[SuiteRun], name: str) -> Group:
 
 
 def _name(condition: tuple[Any, ...], conditions: Sequence[tuple[Any, ...]]) -> str:
-    """The model alone where that is enough, else with every value in which its conditions differ."""
+    """The name of the model, with every value in which its conditions differ."""
     model = condition[0]
     rivals = [other for other in conditions if other[0] == model]
     if len(rivals) == 1:

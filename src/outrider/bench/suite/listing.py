@@ -1,6 +1,6 @@
-"""What the suite has and what can run here, as text for 80 columns.
+"""Lists the models of the suite and the modes that can run here, as text for 80 columns.
 
-Decides what is told of models and modes. Starts nothing. Called by `bench list`.
+Decides what is shown of models and modes. Starts nothing. Called by `bench list`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from collections.abc import Sequence
 
 from outrider.bench.datasets.source import COLLECTIONS
 from outrider.bench.modes import mode_names, obstacle, parse_mode
-from outrider.bench.peers.table import PEERS
+from outrider.bench.peers.peer_table import PEERS
 from outrider.bench.tables import number, text_table
 from outrider.bench.zoo import ENTRIES, Entry
 from outrider.machine.devices import DeviceSpec, cuda_devices, num_cores
+from outrider.policy.policies import POLICY_TABLE
 
 WIDTH = 80
 _WHAT = {
     "solo": "one device alone",
-    "independent": "all devices, no averaging: the ceiling",
     "graph-sync": "a flow in a user's own loop (outrider.setup), policy sync; for models written as a flow",
-    "sync": "gradients averaged at every step, equal batches",
-    "balanced": "gradients averaged at every step, batch split by speed",
-    "cadence": "local steps, then all meet and average",
-    "async": "as cadence, averages in the background",
+    **{name: spec.summary.replace("`", "") for name, spec in POLICY_TABLE.items()},
 }
 
 
@@ -40,7 +37,7 @@ def render_list(devices: Sequence[DeviceSpec]) -> str:
 def _model_row(entry: Entry) -> list[str]:
     return [
         entry.name,
-        COLLECTIONS[entry.data].title,
+        COLLECTIONS[entry.data].real.title,
         entry.metric,
         f"{entry.num_parameters:,}",
         str(entry.batch_size),

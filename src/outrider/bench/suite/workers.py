@@ -1,7 +1,6 @@
-"""Worker processes that run case after case and tell what becomes of each; none outlives whoever started it.
+"""Worker processes that run cases and report their results; no worker outlives its starter.
 
-Decides how workers are started, heard and ended; which case is next is the sweep's business, how a case trains the
-suite's. Used by `jobs`.
+Decides how workers are started, polled and ended. The sweep decides which case is next, and `run_case` trains.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from outrider.bench.suite.case import Case
-from outrider.bench.suite.run import Planned, keep_failure, run_case
-from outrider.bench.suite.runs import SuiteRun
+from outrider.bench.suite.run_case import Planned, keep_failure, run_case
+from outrider.bench.suite.runs import Case, SuiteRun
 from outrider.errors import OutriderError
-from outrider.runtime.messages import Message
+from outrider.world.messages import Message
 
 Told = Message | SuiteRun | OutriderError
-"""What a worker says: an epoch that ended, and last the run or the reason why there is none."""
+"""A message of a worker: a finished epoch, or at the end the run or the reason of its failure."""
 _EXIT_INTERRUPTED = 130
 _EXIT_S = 10.0
 """For a worker that said nothing more to be gone."""
@@ -38,7 +35,7 @@ _END_S = 60.0
 
 
 Job = tuple[Planned, Path]
-"""A case and where its run goes."""
+"""A case and the folder of its run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +47,7 @@ class _Worker:
 class Workers:
     """As many as were ever busy at the same time; leaving the `with` block ends them.
 
-    A worker is used again: it has imported all that a case needs, and so has its nursery of ranks.
+    A worker is used again: it has imported all that a case needs, and so has its forkserver of ranks.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -62,9 +59,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         workers = (*self._busy, *self._idle)
         # By this a worker knows that it is to end; all of them first, so that they do it at the same time.
         for worker in workers:
@@ -89,7 +84,7 @@ class Workers:
             worker.connection.send((planned, folder))
 
     def hear(self) -> Iterator[tuple[Case, Told]]:
-        """Wait until somebody tells something. A worker that has told how its case ended is no longer busy."""
+        """Wait for a message of any worker. A worker that has reported the end of its case is no longer busy."""
         ready = wait([worker.connection for worker in self._busy])
         for worker in [worker for worker in self._busy if worker.connection in ready]:
             planned, folder = self._busy[worker]
@@ -185,6 +180,6 @@ def _outcome(connection: Connection, planned: Planned, folder: Path) -> Told:
 
 
 def _tell(connection: Connection, told: Told) -> None:
-    # Where nobody listens any more, the interrupt is on its way.
+    # If the starter no longer listens, the interrupt is about to arrive.
     with suppress(OSError):
         connection.send(told)

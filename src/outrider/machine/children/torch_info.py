@@ -1,4 +1,4 @@
-"""Prints what the torch of this interpreter is, as one line of JSON.
+"""Prints facts about the torch of this interpreter as one line of JSON.
 
 Needs nothing but the standard library and that torch, which it imports late: the interpreter may not be Outrider's.
 """

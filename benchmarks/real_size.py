@@ -1,0 +1,213 @@
+"""GPT-2 small, and a model of LoRA's shape, on two slices of one GPU: what every mode gives, needs and waits for.
+
+GPT-2 small has 124 M parameters, all trained. LoRA's shape has 671 M frozen parameters in bfloat16 and 1.6 M trained
+ones. `alone` is the larger slice by itself, `independent` both without averages, which is the ceiling. Rounds run all
+modes one after the other, in an order that turns. Measured are samples per second of all epochs but the first. One
+JSON line per run; `table` writes the ratio to `independent` of the same round, with the range over rounds. Needs a GPU
+with MPS.
+
+    python benchmarks/real_size.py run records.jsonl --rounds 3
+    python benchmarks/real_size.py table records.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import outrider
+from outrider.bench.models.text_models import GptBlock
+from outrider.errors import OutriderError
+
+CONTEXT, VOCABULARY = 512, 50_304
+SLICES = ("cuda:0%60", "cuda:0%25")
+EPOCHS = 3
+
+
+class Gpt2Small(nn.Module):
+    """Tokens [N, T] to logits [N, T, 50304]; the head shares the weights of the embedding."""
+
+    def __init__(self, *, width: int = 768, num_heads: int = 12, num_blocks: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(GptBlock(width, num_heads, 4 * width, 0.0) for _ in range(num_blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens) + self.positions(places))))
+        return logits
+
+
+class LoraShape(nn.Module):
+    """Frozen layers in bfloat16, each with a small trained one beside it."""
+
+    def __init__(self, *, width: int = 2_048, num_layers: int = 20, rank: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(width, 4 * width), (4 * width, width)]
+        self.frozen = nn.ModuleList(
+            nn.Linear(*size, bias=False, dtype=torch.bfloat16) for _ in range(num_layers) for size in sizes
+        ).requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(nn.Linear(rank, 4 * width, bias=False) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, (down, up) in enumerate(zip(self.down, self.up, strict=True)):
+            hidden = F.gelu(self.frozen[2 * layer](x.bfloat16()).float() + up(down(x)))
+            x = x + self.frozen[2 * layer + 1](hidden.bfloat16()).float()
+        return x
+
+
+def next_token_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    (tokens,) = batch
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def squared_error(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in parameters if p.requires_grad), 3e-4, betas=(0.9, 0.95))
+
+
+def gpt2_task(batch_size: int) -> dict[str, Any]:
+    tokens = torch.randint(0, 2_000, (4_096, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    return {"model": Gpt2Small, "step": next_token_loss, "dataset": (tokens,), "batch_size": batch_size}
+
+
+def lora_task(batch_size: int) -> dict[str, Any]:
+    rows = torch.randn(16_384, 2_048, generator=torch.Generator().manual_seed(1))
+    return {"model": LoraShape, "step": squared_error, "dataset": (rows, rows.roll(1, 1)), "batch_size": batch_size}
+
+
+BOTH = ",".join(SLICES)
+ALONE: dict[str, Any] = {"devices": SLICES[0], "policy": "sync"}
+INDEPENDENT: dict[str, Any] = {"devices": BOTH, "policy": "independent"}
+
+
+def pair(policy: str, backend: str) -> dict[str, Any]:
+    return {"devices": BOTH, "policy": policy, "backend": backend}
+
+
+TASKS = {"gpt2": gpt2_task, "lora": lora_task}
+MODES: dict[str, dict[str, Any]] = {
+    "alone": ALONE,
+    "independent": INDEPENDENT,
+    **{f"{policy} {backend}": pair(policy, backend) for policy in ("async", "cadence") for backend in ("nccl", "cpu")},
+    "balanced nccl": pair("balanced", "nccl"),
+}
+WHAT = [("gpt2", 16, name) for name in MODES if name != "balanced nccl"]
+WHAT += [("lora", 64, name) for name in MODES if not name.startswith(("cadence", "balanced"))]
+WHAT += [("gpt2", 128, name) for name in ("alone", "independent", "balanced nccl", "async nccl")]
+
+
+def measure(task: str, batch_size: int, mode: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
+        run = outrider.train(
+            **TASKS[task](batch_size),
+            **MODES[mode],
+            optimizer=adamw,
+            epochs=EPOCHS,
+            precision="bf16",
+            threads_per_rank=2,
+            run_dir=Path(folder) / "run",
+            timeout_s=120,
+            quiet=True,
+        )
+        run.join()
+        record = json.loads((run.run_dir / "record.json").read_text())
+        events = json.loads((run.run_dir / "timeline.json").read_text())["events"]
+    epochs = record["epochs"]
+    settled = epochs[1:]
+    averages = [event["ms"] for event in events if event["kind"] == "average end"]
+    counted = [event["bytes"] for event in events if event["kind"] == "average end"]
+    return {
+        "samples_per_s": sum(e["samples"] for e in settled) / sum(e["seconds"] for e in settled),
+        "first_epoch_samples_per_s": epochs[0]["samples_per_s"],
+        "share": epochs[-1]["share_by_rank"],
+        "memory_mib": [round(own / 2**20) for own in epochs[-1]["peak_memory_bytes_by_rank"]],
+        "average_ms": round(median(averages), 2) if averages else None,
+        "averages": len(averages),
+        "average_bytes": max(counted, default=None),
+        "exposed": round(mean(e["exposed_average_fraction"] for e in settled), 4),
+        "execution": [event["value"] for event in events if event["kind"] == "execution"],
+    }
+
+
+def run(path: Path, *, rounds: int, first: int, seconds: float, only: Sequence[str]) -> None:
+    deadline_s = time.monotonic() + seconds
+    what = [one for one in WHAT if one[0] in only]
+    for number in range(first, first + rounds):
+        start = 3 * number % len(what)
+        for task, batch_size, mode in what[start:] + what[:start]:
+            if time.monotonic() > deadline_s:
+                return
+            line: dict[str, Any] = {"round": number, "task": task, "batch_size": batch_size, "mode": mode}
+            try:
+                line |= measure(task, batch_size, mode)
+            except OutriderError as error:
+                line["error"] = str(error)[:500]
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+
+
+def table(path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    by = {(row["task"], row["batch_size"], row["mode"], row["round"]): row for row in rows if "error" not in row}
+    print(
+        "| model | batch size | mode | ÷ independent | range | rounds | ÷ alone | memory, MiB | ms per average "
+        "| MB per average |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
+    for task, batch_size, mode in dict.fromkeys(key[:3] for key in by):
+        own = {key[3]: row for key, row in by.items() if key[:3] == (task, batch_size, mode)}
+
+        def ratios(other: str, own: dict[int, Any] = own, at: tuple[str, int] = (task, batch_size)) -> list[float]:
+            there = [(row, by.get((*at, other, number))) for number, row in own.items()]
+            return sorted(row["samples_per_s"] / one["samples_per_s"] for row, one in there if one is not None)
+
+        ceiling, alone = ratios("independent"), ratios("alone")
+        last = own[max(own)]
+        moved = "" if last["average_bytes"] is None else f"{last['average_bytes'] / 1e6:.1f}"
+        print(
+            f"| {task} | {batch_size} | {mode} | {mean(ceiling):.3f} | {ceiling[0]:.3f} to {ceiling[-1]:.3f} "
+            f"| {len(ceiling)} | {f'{mean(alone):.2f}' if alone else ''} | {', '.join(map(str, last['memory_mib']))} "
+            f"| {'' if last['average_ms'] is None else last['average_ms']} | {moved} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("path", type=Path, help="the file of records")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first round")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--only", nargs="+", default=list(TASKS), choices=list(TASKS))
+    wishes = parser.parse_args()
+    if wishes.what == "run":
+        run(wishes.path, rounds=wishes.rounds, first=wishes.first, seconds=wishes.seconds, only=wishes.only)
+    else:
+        table(wishes.path)
+
+
+if __name__ == "__main__":
+    main()

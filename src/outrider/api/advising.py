@@ -1,0 +1,221 @@
+"""Measures a user's script or task for a moment on each device and in each policy, and forecasts from that.
+
+Decides which short runs are needed, how long each takes, and what a script's record says of its work. `virtual.advice`
+forecasts. Called by `outrider advise` and as `outrider.advise()`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from outrider.api.options import Options, make_order
+from outrider.api.script_run import ScriptRun, UserCommand, refuse_stranger
+from outrider.api.train import start
+from outrider.errors import ConfigError, OutriderError
+from outrider.machine.devices import cuda_devices, resolve_devices
+from outrider.policy.policies import SHARED_STEP_POLICIES
+from outrider.record.run_folder import RunFolder
+from outrider.record.run_forecast import keep_advice
+from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
+from outrider.virtual.advice import SOLO_POLICY, TRIAL_POLICIES, Advice, TrainingWork, as_document
+from outrider.virtual.advice import advise as forecast
+from outrider.virtual.trial_reports import FOLDER, LEAST_REPORTS, TrialReports, count_reports, read_trial, samples_per_s
+
+TRIAL_S = 4.0
+"""Each short run trains at least this long."""
+MOST_S = 5.0
+"""And at most this many times as long, for the reports below."""
+STEPS, WINDOWS = 40, 10
+"""Reports that a short run of shared steps and one of local steps are to bring."""
+START_S = 600.0
+_POLL_S = 0.1
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TrialPlan:
+    """One short run."""
+
+    policy: str
+    devices: tuple[str, ...]
+    folder: Path
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.devices[0]} alone" if len(self.devices) == 1 else f"{self.policy} on {','.join(self.devices)}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is set in place of the user's: shares and hints are given per device, and these may be fewer."""
+        return {
+            "policy": self.policy,
+            "run_dir": str(self.folder),
+            "resume": None,
+            "checkpoint_every": None,
+            "watch": False,
+            "quiet": True,
+            "shares": None,
+            "speed_hints": None,
+        }
+
+
+class _Deadline:
+    """When a short run has brought enough."""
+
+    def __init__(self, plan: _TrialPlan) -> None:
+        self._plan = plan
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None
+        self._wanted = STEPS if plan.policy in SHARED_STEP_POLICIES else WINDOWS
+
+    def is_over(self) -> bool:
+        """Whether to stop now; raises an error for a run that does not begin."""
+        now_s, seconds = time.monotonic(), self._plan.seconds
+        reports = count_reports(self._plan.folder)
+        if self._first_s is None:
+            if reports:
+                self._first_s = now_s
+            elif now_s - self._began_s > START_S:
+                raise OutriderError(
+                    f"no step or average was seen in {START_S:.0f} s of {self._plan.name}",
+                    hint="does it load data for that long, or wait for something?",
+                )
+            return False
+        trained_s = now_s - self._first_s
+        # Slow steps take longer than asked for: too few would measure nothing.
+        is_late = trained_s >= MOST_S * seconds and reports >= 2 * LEAST_REPORTS
+        return (trained_s >= seconds and reports >= self._wanted) or is_late
+
+
+class _Trials(ABC):
+    """How one short run is made."""
+
+    @abstractmethod
+    def run(self, plan: _TrialPlan) -> None:
+        """Run until enough is measured."""
+
+
+class _ScriptTrials(_Trials):
+    def __init__(self, command: UserCommand) -> None:
+        self._command = command
+
+    def run(self, plan: _TrialPlan) -> None:
+        log = plan.folder.with_suffix(".log")
+        run = ScriptRun(self._command, plan.options, devices=plan.devices, log=log, is_trial=True)
+        deadline = _Deadline(plan)
+        with run:
+            while run.is_running and not deadline.is_over():
+                run.wait(_POLL_S)
+        run.raise_failure()
+        if not (plan.folder / FOLDER).is_dir():
+            refuse_stranger(self._command)
+
+
+class _TaskTrials(_Trials):
+    def __init__(self, required: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._required, self._options = required, options
+
+    def run(self, plan: _TrialPlan) -> None:
+        order = make_order(self._required, {**self._options, **plan.options, "devices": plan.devices})
+        deadline = _Deadline(plan)
+        with start(order, is_trial=True) as run:
+            while run.is_running and not deadline.is_over():
+                run.poll()
+                time.sleep(_POLL_S)
+            run.stop()
+            for _ in run:
+                pass
+
+
+def advise(
+    model: ModelSource,
+    optimizer: OptimizerFactory,
+    step: StepFunction,
+    dataset: Any,
+    *,
+    seconds: float = TRIAL_S,
+    **options: Unpack[Options],
+) -> Advice:
+    """Measure a task of `train()` for a moment on its devices, and forecast every policy on every choice of them.
+
+    Takes the arguments of `train()`. Each short run trains at least `seconds`; nothing that it learns is kept.
+    `print()` shows the result; a later run of the same task in this folder compares itself with it.
+    """
+    required = {"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}
+    make_order(required, options)
+    devices = options.get("devices", "auto")
+    return _advise(_TaskTrials(required, options), devices=devices, seconds=seconds, tell=lambda text: None)
+
+
+def advise_script(
+    command: UserCommand, *, devices: str, seconds: float = TRIAL_S, tell: OnProgress = lambda text: None
+) -> Advice:
+    """The same for a user's script; `tell` gets a line before and after each short run."""
+    return _advise(_ScriptTrials(command), devices=devices, seconds=seconds, tell=tell)
+
+
+def _advise(trials: _Trials, *, devices: str | Sequence[str], seconds: float, tell: OnProgress) -> Advice:
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"seconds must be > 0, got {seconds:g}", hint="4 are enough for steps of up to 0.1 s")
+    names = tuple(str(spec) for spec in resolve_devices(devices, cuda_devices=cuda_devices()).devices)
+    with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-advise-") as scratch:
+        plans = _plans(names, Path(scratch), seconds=seconds)
+        measured: dict[tuple[str, tuple[str, ...]], list[TrialReports]] = {}
+        for number, plan in enumerate(plans, start=1):
+            told = _measure(trials, plan, tell, place=f"{number}/{len(plans)}")
+            measured.setdefault((plan.policy, plan.devices), []).append(told)
+        workload = _workload(RunFolder(plans[0].folder))
+    solos, again = ([measured[SOLO_POLICY, (name,)][turn] for name in names] for turn in (0, -1))
+    joint = [measured[policy, names][0] for policy in TRIAL_POLICIES] if len(names) > 1 else []
+    advice = forecast(solos, joint, workload, again=again if len(names) > 1 else ())
+    keep_advice(as_document(advice))
+    return advice
+
+
+def _plans(devices: tuple[str, ...], scratch: Path, *, seconds: float) -> list[_TrialPlan]:
+    """Each device alone, each policy on all of them, and each device alone once more."""
+    alone: list[tuple[str, tuple[str, ...]]] = [(SOLO_POLICY, (name,)) for name in dict.fromkeys(devices)]
+    together = [(policy, devices) for policy in TRIAL_POLICIES]
+    wanted = [*alone, *together, *alone] if len(devices) > 1 else alone
+    return [
+        _TrialPlan(policy=policy, devices=names, folder=scratch / f"{number}", seconds=seconds)
+        for number, (policy, names) in enumerate(wanted)
+    ]
+
+
+def _measure(trials: _Trials, plan: _TrialPlan, tell: OnProgress, *, place: str) -> TrialReports:
+    began_s = time.monotonic()
+    tell(f"[{place}] {plan.name} ...")
+    trials.run(plan)
+    told = read_trial(plan.folder, policy=plan.policy, devices=plan.devices)
+    rate = samples_per_s(told.reports[len(told.reports) // 3 :])
+    tell(f"[{place}] {plan.name}: {rate:,.0f} samples/s, {time.monotonic() - began_s:.0f} s")
+    return told
+
+
+def _workload(folder: RunFolder) -> TrainingWork:
+    """What the first short run recorded about the script's work."""
+    record, config = folder.read_json("record.json"), folder.read_json("config.json")
+    assert record is not None, "a run that brought reports has a record"
+    options = record["options"]
+    sizes = options["batch_size"]
+    batch_size = round(sum(sizes) / len(sizes)) if isinstance(sizes, list) else int(sizes)
+    num_samples = record["num_samples"]
+    steps, samples, epochs = (options.get(name) for name in ("steps", "samples", "epochs"))
+    total = steps * batch_size if steps else samples or num_samples * (epochs or 1)
+    return TrainingWork(
+        num_samples=num_samples,
+        batch_size=batch_size,
+        total_samples=max(total, batch_size),
+        may_rest=config is not None and "objects" in config,
+        options=options,
+    )

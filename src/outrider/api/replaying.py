@@ -1,0 +1,157 @@
+"""`outrider.replay()`: do a recorded run again in this process, to look at every step of it.
+
+Decides whether a recording belongs to the arguments, and under which conditions of the process bits can be the same.
+`outrider replay` runs a script again with the variable `OUTRIDER_REPLAY`, in which `train()` calls this.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn, Unpack
+
+import torch
+
+from outrider.api.options import CheckedRun, Options, make_order
+from outrider.api.replay_wish import ReplayWish
+from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.record.run_events import SCHEDULE, merge_schedules
+from outrider.replica import recipe as recipes
+from outrider.replica.recipe import ModelSource, OptimizerFactory, Recipe, StepFunction
+from outrider.timeline.timeline_files import read_json, read_record, write_text
+from outrider.virtual.recorded_run import COLUMNS, Replay, as_rows, read_recording, replay_run
+
+DEPARTED = 3
+"""The exit code of `outrider replay` where the replay departs from the recording; errors have 1."""
+
+
+def replay(
+    run: str | os.PathLike[str],
+    model: ModelSource,
+    optimizer: OptimizerFactory,
+    step: StepFunction,
+    dataset: Any,
+    **options: Unpack[Options],
+) -> Replay:
+    """Train again in this process exactly as a run with `record_schedule=True` did, and compare.
+
+    The arguments are those that the run was given. The result has the loss of every step of every rank, the model, and
+    the place where the replay first departs from the recording, if it does. Nothing is evaluated, saved or called back.
+    """
+    order = make_order({"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}, options)
+    return _replay(Path(run), order)
+
+
+def _replay(folder: Path, order: CheckedRun) -> Replay:
+    # A run that failed early has no record yet, and a loop of one's own has no configuration.
+    record = read_record(folder) or read_json(folder / "config.json")
+    devices = tuple(record["devices"])
+    recipe = order.recipe.with_devices(devices)
+    _refuse_other_options(recipe, record["options"])
+    path = folder / SCHEDULE
+    if not path.is_file():
+        if not (folder / "schedules").is_dir():
+            raise DataError(f"{folder} has no recorded schedule", hint="pass record_schedule=True to the run")
+        # A run that failed has only the files of its ranks.
+        merge_schedules(folder, world_size=len(devices))
+    others = [device for device in devices if not device.startswith("cpu")]
+    bare = replace(recipe, evaluate=None, eval_dataset=None)
+    with _as_in_a_rank(record):
+        return replay_run(
+            bare, read_recording(path), collate=order.config.collate, recorded_on=others[0] if others else None
+        )
+
+
+def _refuse_other_options(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
+    """Raise where the arguments are not those of the run."""
+    given = json.loads(json.dumps(recipes.settings(recipe), default=str))
+    for name, value in given.items():
+        if name in recorded and recorded[name] != value and name not in ("evaluate", "eval_dataset"):
+            raise ConfigError(
+                f"the run was recorded with {name}={recorded[name]!r}, and is replayed with {value!r}",
+                hint="replay it with the arguments of the run",
+            )
+
+
+@contextmanager
+def _as_in_a_rank(record: Mapping[str, Any]) -> Iterator[None]:
+    """As many threads as a rank had, and small numbers rounded to zero as there: sums differ in bits otherwise."""
+    threads = record.get("environment", {}).get("threads_per_rank")
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+
+
+# What `outrider replay` asks of a script
+
+
+def replay_instead(order: CheckedRun, wish: ReplayWish) -> NoReturn:
+    """Replay in place of training, report, and end the program: what comes after `train()` belongs to the run."""
+    try:
+        result = _replay(Path(wish.run), order)
+    except OutriderError as error:
+        sys.exit(f"error: {error}")
+    if wish.losses is not None:
+        _write_losses(Path(wish.losses), result)
+    if wish.as_json:
+        print(json.dumps(_document(result), indent=1))
+    else:
+        print("\n".join(replay_lines(result)))
+        if wish.losses is not None:
+            print(f"the loss of each of {len(result.steps)} steps is in {wish.losses}")
+    sys.stdout.flush()
+    sys.exit(0 if result.departure is None else DEPARTED)
+
+
+def replay_lines(result: Replay) -> list[str]:
+    """The report of a replay, for a terminal."""
+    lines = [
+        f"epoch {one.epoch}  loss {one.loss:.4f}  {one.averages} averages  "
+        + ("same bits" if one.has_same_bits else "other bits" if result.recorded_on is None else "")
+        for one in result.epochs
+    ]
+    if result.recorded_on is not None:
+        lines.append(f"recorded on {result.recorded_on}: bits are not compared with those of the CPU")
+    if result.error is not None:
+        lines.append(f"then it fails as the run did, or before it: {result.error.message}")
+    if result.highest is not None:
+        step = result.highest
+        positions = f"{step.batch.start} to {step.batch.stop - 1}"
+        lines.append(
+            f"highest loss of a step: {step.loss:.4g}, epoch {step.epoch}, rank {step.rank}, positions {positions}"
+        )
+    departure = result.departure
+    lines.append("no departure from the recording" if departure is None else f"departs at {departure}")
+    return lines
+
+
+def _document(result: Replay) -> dict[str, Any]:
+    return {
+        "epochs": [asdict(epoch) for epoch in result.epochs],
+        "recorded_on": result.recorded_on,
+        "departure": result.departure,
+        "error": None if result.error is None else result.error.message,
+        "steps": len(result.steps),
+        "highest": None if result.highest is None else as_rows([result.highest])[0],
+    }
+
+
+def _write_losses(path: Path, result: Replay) -> None:
+    text = io.StringIO()
+    table = csv.DictWriter(text, fieldnames=COLUMNS, lineterminator="\n")
+    table.writeheader()
+    table.writerows(as_rows(result.steps))
+    write_text(path, text.getvalue())

@@ -1,0 +1,85 @@
+"""The line at the start of a run and the line at its end.
+
+Decides their words and how the gain over one device is measured. `RunTalk` decides whether they are printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.policy.policies import DEFAULT_POLICY, PolicySpec
+from outrider.record.run_folder import shown_path
+from outrider.timeline.document import TIMELINE
+from outrider.timeline.timeline_files import read_record
+
+_NAMED_DEVICES = 4
+_PAGE = "timeline.html"
+
+
+def policy_words(policy: PolicySpec) -> str:
+    """The policy and why it is used."""
+    return f"{policy.name} by default" if policy.name == DEFAULT_POLICY else f"{policy.name} as given"
+
+
+def start_line(devices: Sequence[str], *, policy: PolicySpec, learning: str | None, folder: Path) -> str:
+    """Devices, policy and why, what is changed about learning, and the run folder; one device needs no policy."""
+    parts = [_names(devices)]
+    if len(devices) > 1:
+        parts += [policy_words(policy), *([learning] if learning else [])]
+    return "; ".join([*parts, str(shown_path(folder))])
+
+
+def _names(devices: Sequence[str]) -> str:
+    if len(devices) <= _NAMED_DEVICES:
+        return ", ".join(devices)
+    named = _NAMED_DEVICES - 1
+    return f"{', '.join(devices[:named])} and {len(devices) - named} more"
+
+
+def end_line(folder: Path) -> str | None:
+    """The gain over the fastest device, the time waiting, and where the timeline is; None without a finished epoch."""
+    record = read_record(folder)
+    if record is None or not record["epochs"] or record["totals"]["samples_per_s"] is None:
+        return None
+    page = folder / (_PAGE if (folder / _PAGE).is_file() else TIMELINE)
+    return f"{_result(record)}{_receipt(record)}; {shown_path(page)}"
+
+
+def _receipt(record: Mapping[str, Any]) -> str:
+    """What `outrider advise` said beforehand, where it did."""
+    forecast = record.get("forecast")
+    if forecast is None or forecast["error"] is None:
+        return ""
+    measured, expected = forecast["measured_samples_per_s"], forecast["samples_per_s"]
+    return f"; forecast {expected:,.0f} samples/s, measured {measured:,.0f} ({forecast['error']:+.0%})"
+
+
+def _result(record: Mapping[str, Any]) -> str:
+    totals, own = record["totals"], own_speeds(record)
+    if len(record["devices"]) == 1 or own is None:
+        return f"{totals['samples_per_s']:,.0f} samples/s"
+    fastest = max(own)
+    device = record["devices"][own.index(fastest)]
+    return f"{totals['samples_per_s'] / fastest:.2f}x {device}'s speed, waited {totals['wait_fraction']:.0%}"
+
+
+def own_speeds(record: Mapping[str, Any]) -> list[float] | None:
+    """Samples per second of each device while it computed: without waits and without the cost of averages.
+
+    None if the waits of a rank are not known, as those before a checkpoint from which a run was resumed.
+    """
+    if record.get("options", {}).get("resume") is not None:
+        return None
+    epochs, waits_s = record["epochs"], (record.get("idle") or {}).get("waits_s") or []
+    num_ranks = len(record["devices"])
+    if len(waits_s) != num_ranks or any(waits is None for waits in waits_s):
+        return None
+    train_s = record["totals"]["train_s"] * (1 - record["totals"]["exposed_average_fraction"])
+    speeds = []
+    for rank, waits in enumerate(waits_s):
+        samples = sum(epoch["samples"] * epoch["share_by_rank"][rank] for epoch in epochs)
+        computed_s = train_s - waits.get("average", 0.0) - waits.get("rest", 0.0)
+        speeds.append(samples / computed_s if computed_s > 0 else 0.0)
+    return speeds if max(speeds) > 0 else None

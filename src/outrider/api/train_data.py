@@ -1,0 +1,87 @@
+"""Reads the data of `train()`: a data set, a stream, or a DataLoader, whose settings become options.
+
+Decides which options follow from the data, and refuses those that contradict it. Called with the options of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from outrider.api.loaders import loader_settings
+from outrider.data.feed import is_factory
+from outrider.data.loading import LoadedData
+from outrider.data.order import shuffled
+from outrider.data.stream_feed import is_stream, refuse_for_stream, stream_length
+from outrider.errors import ConfigError
+
+
+def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The data set, and the options with those that follow from it; options that the user gave go first."""
+    told = dict(options)
+    loading = None
+    if isinstance(dataset, DataLoader):
+        told = _of_loader(dataset, told)
+        loading, dataset = told.pop("loading"), dataset.dataset
+    if is_stream(told.get("eval_dataset")):
+        raise ConfigError(
+            f"eval_dataset is {type(told['eval_dataset']).__name__}, an iterable data set",
+            hint="make it a list of its samples: eval_dataset=list(stream)",
+        )
+    if is_stream(dataset) or told.get("length") is not None:
+        told |= _of_stream(dataset, told)
+    if told.get("order") is not None:
+        told |= _of_order(told)
+    return dataset if loading is None else LoadedData(dataset=dataset, loading=loading), told
+
+
+def _of_loader(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
+    found = loader_settings(loader)
+    sequence, seed = found.pop("sequence", None), found.pop("order_seed")
+    if sequence is not None and sequence.has_batches:
+        raise ConfigError(
+            f"a DataLoader with {sequence.name} makes batches of its own, and train() makes them of single samples",
+            hint="use a Session, which hands out whole batches: for batch in s.batches(loader)",
+        )
+    if sequence is not None and given.get("order") is not None:
+        raise ConfigError(f"order was given, but {sequence.name} decides that already", hint="leave order out")
+    if sequence is not None:
+        found["order"] = sequence.source
+    elif seed is not None and found["shuffle"] and given.get("shuffle") is None and given.get("order") is None:
+        found["order"] = SeededOrder(len(loader.dataset), seed=seed)  # type: ignore[arg-type]
+    if "order" in found or is_stream(loader.dataset):
+        del found["shuffle"]
+    if given.get("order") is not None:
+        found.pop("shuffle", None)
+    return found | given
+
+
+def _of_stream(dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    if not is_stream(dataset) and not is_factory(dataset):
+        raise ConfigError(
+            f"length was given, but {type(dataset).__name__} is not an iterable data set", hint="leave length out"
+        )
+    refuse_for_stream(dataset, shuffle=given.get("shuffle"), order=given.get("order"), workers=given.get("workers"))
+    length = given.get("length")
+    return {"shuffle": False, "length": length if is_factory(dataset) else stream_length(dataset, length)}
+
+
+def _of_order(given: Mapping[str, Any]) -> dict[str, Any]:
+    order = given["order"]
+    if given.get("shuffle"):
+        name = getattr(order, "__name__", None) or type(order).__name__
+        raise ConfigError(f"shuffle was given, but {name} decides that already", hint="leave shuffle out")
+    return {"shuffle": False}
+
+
+class SeededOrder:
+    """A new permutation in each epoch, by the seed of a DataLoader's generator."""
+
+    def __init__(self, num_samples: int, *, seed: int) -> None:
+        self._num_samples = num_samples
+        self._seed = seed
+
+    def __call__(self, epoch: int) -> Any:
+        return shuffled(self._num_samples, seed=self._seed, epoch=epoch)

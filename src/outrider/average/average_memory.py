@@ -1,0 +1,49 @@
+"""How much memory averages take on a rank's device, known from the model's layout before any of it is allocated.
+
+Decides nothing. `Exchange` and `GradientExchange` allocate what is counted here. Called before training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.average.arena import Arena
+from outrider.average.outer import Outer
+from outrider.average.wire_plan import wire_dtype
+from outrider.policy.policy_spec import PolicySpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AverageBytes:
+    """Bytes on the device of a rank, beside model, gradients and optimizer state."""
+
+    common_point: int = 0
+    """The parameters and buffers of the last average."""
+    snapshot: int = 0
+    """A copy for averages in the background."""
+    velocity: int = 0
+    """Of the outer step."""
+    rounding: int = 0
+    """What an 8-bit wire has not sent yet."""
+    gradients: int = 0
+    """The gradients that are summed, beside those of the rank."""
+
+    @property
+    def total(self) -> int:
+        return self.common_point + self.snapshot + self.velocity + self.rounding + self.gradients
+
+
+def average_bytes(arena: Arena, policy: PolicySpec, *, outer: Outer, wire: str, world_size: int) -> AverageBytes:
+    """What averages of this model will take; of a policy that changes its steps, as it begins."""
+    if world_size == 1:
+        return AverageBytes()
+    whole = sum(numel * wire_dtype(dtype).itemsize for dtype, numel in arena.layout.totals.items())
+    trained = sum(numel * wire_dtype(dtype).itemsize for dtype, numel in arena.parameter_numel.items())
+    is_in_background = policy.averages and not (policy.shares_steps or policy.blocks_at_averages)
+    return AverageBytes(
+        common_point=whole,
+        snapshot=whole if is_in_background else 0,
+        velocity=trained if outer.has_velocity else 0,
+        rounding=trained if wire == "int8" else 0,
+        gradients=trained if policy.shares_steps else 0,
+    )

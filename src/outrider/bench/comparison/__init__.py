@@ -1,0 +1,1 @@
+"""A user's own script in several policies: which reaches a target first."""

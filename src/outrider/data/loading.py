@@ -1,0 +1,33 @@
+"""The settings of data workers: those of a DataLoader about its processes, without data, order and batches.
+
+Decides nothing; it passes the user's settings to the feed that starts the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loading:
+    """Settings of a DataLoader's processes; the names are torch's."""
+
+    worker_init_fn: Callable[[int], None] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
+    timeout_s: float | None = None
+    """Timeout of a batch; None for the feed's default."""
+    seed: int | None = None
+    """The seed of the workers' random generators, as `worker_init_fn` sees it."""
+    pins_memory: bool = False
+    """Whether batches that are read in the rank are copied to a GPU from pinned memory; workers always do that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedData:
+    """A data set with the settings of the DataLoader that it came in."""
+
+    dataset: Any
+    loading: Loading

@@ -1,0 +1,155 @@
+"""The samples of an epoch as the user's sampler, batch sampler or function of the epoch lists them.
+
+Decides what a rank draws: each position of the sequence is then handed out once, whatever sample it names. Random
+numbers depend on seed and epoch only, so that ranks and resumed runs draw the same. Drawn at the start of a pass.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.data import randomness
+from outrider.data.order import mix
+from outrider.errors import DataError, named
+
+_MOST_SENT_BYTES = 48 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnSequence:
+    """The indices of an epoch's samples in order; with `ends`, in batches that each end there."""
+
+    indices: Tensor
+    ends: Tensor | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """What can be handed out: samples, or whole batches."""
+        return len(self.indices) if self.ends is None else len(self.ends)
+
+    @property
+    def digest(self) -> str:
+        """Equal where the sequences are."""
+        return hashlib.blake2b(self._bytes(), digest_size=16).hexdigest()
+
+    def to_text(self) -> str:
+        """The sequence for a store."""
+        text = base64.b64encode(zlib.compress(self._bytes(), 1)).decode()
+        if len(text) > _MOST_SENT_BYTES:
+            raise DataError(
+                f"the ranks drew different sequences of {len(self.indices)} samples, which is too much to send",
+                hint="let every rank draw the same: give the sampler a generator, or pass order=f(epoch)",
+            )
+        return text
+
+    @classmethod
+    def from_text(cls, text: str) -> DrawnSequence:
+        numbers = torch.from_numpy(np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.int64).copy())
+        num_ends = int(numbers[0])
+        ends, indices = numbers[1 : num_ends + 1], numbers[num_ends + 1 :]
+        return cls(indices=indices, ends=ends if num_ends else None)
+
+    def _bytes(self) -> bytes:
+        ends = torch.empty(0, dtype=torch.int64) if self.ends is None else self.ends
+        return torch.cat([torch.tensor([len(ends)]), ends, self.indices]).numpy().tobytes()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleSequence:
+    """A sampler of torch's kind, or a function from the epoch to indices."""
+
+    source: Any
+    has_batches: bool = False
+    """Whether it lists batches, which are handed out whole."""
+
+    @property
+    def name(self) -> str:
+        return getattr(self.source, "__name__", None) or type(self.source).__name__
+
+    def draw(self, *, num_samples: int, seed: int, epoch: int) -> DrawnSequence:
+        """The sequence of this epoch over a data set of so many samples."""
+        with randomness.preserved():
+            randomness.seed_all(mix(seed, epoch))
+            try:
+                listed = self._listed(epoch)
+            except Exception as error:
+                raise DataError(f"{self.name} could not list the samples of epoch {epoch}: {named(error)}") from error
+        batches = [as_indices(batch, name=self.name) for batch in listed] if self.has_batches else None
+        if batches is None:
+            drawn = DrawnSequence(indices=as_indices(listed, name=self.name))
+        else:
+            batches = [batch for batch in batches if len(batch)]
+            ends = torch.tensor([len(batch) for batch in batches], dtype=torch.int64).cumsum(0)
+            drawn = DrawnSequence(indices=torch.cat(batches) if batches else torch.empty(0), ends=ends)
+        _check(drawn, name=self.name, num_samples=num_samples, epoch=epoch)
+        return drawn
+
+    def _listed(self, epoch: int) -> Any:
+        if not hasattr(self.source, "__iter__"):
+            listed = self.source(epoch)
+            return listed if isinstance(listed, Tensor | np.ndarray | Sequence) else list(listed)
+        parts: tuple[Any, Any] = (self.source, getattr(self.source, "sampler", None))
+        generators = [getattr(part, "generator", None) for part in parts]
+        for part in parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+        with _seeded([one for one in generators if isinstance(one, torch.Generator)], epoch):
+            return list(self.source)
+
+
+@contextmanager
+def _seeded(generators: Sequence[torch.Generator], epoch: int) -> Iterator[None]:
+    """Generators as their first seed and the epoch say: not where the last epoch left them, which no resumed run knows.
+
+    They get their own state back, because a new seed would be the first one of the next epoch.
+    """
+    states = [generator.get_state() for generator in generators]
+    for generator in dict.fromkeys(generators):
+        generator.manual_seed(mix(generator.initial_seed(), epoch) >> 1)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def as_indices(listed: Any, *, name: str) -> Tensor:
+    """Indices as an int64 tensor of one dimension."""
+    try:
+        array = listed.numpy() if isinstance(listed, Tensor) else np.asarray(listed)
+    except (TypeError, ValueError) as error:
+        raise _not_indices(listed, name) from error
+    if array.size == 0:
+        return torch.empty(0, dtype=torch.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _not_indices(listed, name)
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _not_indices(listed: Any, name: str) -> DataError:
+    first = next(iter(listed), None) if isinstance(listed, Sequence) else listed
+    return DataError(
+        f"{name} must list indices of samples, got {type(first).__name__}",
+        hint="list whole numbers from 0 to len(dataset) - 1",
+    )
+
+
+def _check(drawn: DrawnSequence, *, name: str, num_samples: int, epoch: int) -> None:
+    if not drawn.num_positions:
+        raise DataError(f"{name} lists no samples in epoch {epoch}", hint="it needs at least one sample per epoch")
+    low, high = (int(bound) for bound in torch.aminmax(drawn.indices))
+    if low < 0 or high >= num_samples:
+        raise DataError(
+            f"{name} lists sample {low if low < 0 else high}, the data set has samples 0 to {num_samples - 1}",
+            hint="list whole numbers from 0 to len(dataset) - 1",
+        )

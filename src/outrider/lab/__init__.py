@@ -1,1 +1,0 @@
-"""Real replicas in one process under a virtual clock."""

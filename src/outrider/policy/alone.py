@@ -1,0 +1,235 @@
+"""Decides when one rank trains alone while the others rest: if sharing a step costs more than it saves.
+
+Every rank of a shared step sums gradients and repeats the whole update. For a small model that is most of a step, so a
+slow rank delays the fast one even with few samples. Called by the splitter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from outrider.policy.effects import AverageReport
+from outrider.policy.step_cost import Cost
+
+SHARED_STEPS = 16
+"""As many are measured before they are judged."""
+# Fitted while others computed too, the time of a rank alone comes out too long: where it is close, it is tried.
+TRIED_BELOW = 1.15
+# Devices that share cores, memory or a bus slow each other down, so where the run is long enough to pay for it, a rank
+# alone is tried once even where its fitted time promises nothing.
+TRIED_ONCE_BELOW = 2.5
+TRIED_ONCE_PART = 0.0025
+STRETCH_MS = 2000.0
+STRETCH_MIN, STRETCH_MAX = 16, 1024
+# The other way is tried again now and then, at a cost of about this part of the time; a trial explores, then measures.
+TRIAL_STEPS = SHARED_STEPS + 8
+TRIAL_PART = 0.01
+# Every trial in a row that shows nothing new halves it, down to this.
+LEAST_TRIAL_PART = 0.001
+# Where a rank alone would take at most this part of a shared step, this many steps in a row are enough to know.
+CLEARLY_LESS = 0.7
+CLEAR_STEPS = 2
+# Who of several takes the least time is clear where the next one takes so many times as long.
+CLEARLY_FASTER = 1.25
+# A rank alone gives way to another that would take at most this part of its time.
+GIVES_WAY_BELOW = 0.9
+
+
+class Alone:
+    """Compares a rank alone with shared steps: its fitted time decides whether to try, what it really takes to stay."""
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        """Who works alone; None while all share."""
+        self.lasted = 0
+        """Batches of the rank that works alone, or did so last."""
+        self._shared_ms: deque[float] = deque(maxlen=SHARED_STEPS)
+        self._expected_ms = 0.0
+        # Steps until the other way is tried.
+        self._left = 0
+        self._has_warmed_up = self._is_proven = False
+        self._ms, self._batches = 0.0, 0
+        # A trial of sharing, and what its steps have taken so far: the first ones of all are one too.
+        self._is_trial = True
+        self._spent_ms, self._spent_steps = 0.0, 0
+        self._trial_part = TRIAL_PART
+        self._num_clear = 0
+        self._is_tried = False
+        # The most that each rank takes for a whole batch, from the best of its parts; hiccups do not count.
+        self._at_most_ms: list[float] = []
+
+    @property
+    def step_ms(self) -> float | None:
+        """Time of a usual batch as it is taken now, shared or alone; None until it is measured."""
+        if self.rank is not None:
+            return self._expected_ms if self._is_proven else None
+        return self._shared if len(self._shared_ms) == SHARED_STEPS else None
+
+    @property
+    def stretch(self) -> int:
+        """Steps until the ranks meet again: few on trial, then about two seconds, so that a wish to stop is heard."""
+        return _stretch(self._expected_ms) if self._is_proven else STRETCH_MIN
+
+    def forget(self) -> None:
+        """Shared steps will take another time from now on."""
+        self._shared_ms.clear()
+
+    def spent(self, report: AverageReport) -> None:
+        """Take in what any shared step took, those included in which ranks explore or capture what is new to them."""
+        if self._is_trial:
+            self._spent_ms += _step_ms(report)
+            self._spent_steps += 1
+
+    def measure(self, report: AverageReport) -> None:
+        """Take in the time of a usual shared step."""
+        self._shared_ms.append(_step_ms(report))
+
+    def bound(self, report: AverageReport) -> None:
+        """Take in a shared step of a usual batch: a rank's time for its part, times the parts, is an upper bound."""
+        whole_ms = [
+            facts.compute_ms * report.samples / facts.samples if facts.samples and facts.compute_ms > 0 else math.inf
+            for facts in report.ranks
+        ]
+        self._at_most_ms = [min(pair) for pair in zip(self._at_most_ms or whole_ms, whole_ms, strict=True)]
+
+    def shared(
+        self, report: AverageReport, costs: Sequence[Cost], total: int, *, steps_left: float | None = None
+    ) -> str | None:
+        """Take in a usual shared step, of `total` samples; the reason, where a rank goes on alone."""
+        self._left -= 1
+        self.measure(report)
+        if len(self._shared_ms) < SHARED_STEPS or self._left > 0:
+            return None
+        times_ms = [
+            min(cost.fixed_ms + cost.per_sample_ms * total, at_most_ms)
+            for cost, at_most_ms in zip(costs, self._at_most_ms or [math.inf] * len(costs), strict=True)
+        ]
+        alone_ms = min(times_ms)
+        is_close = alone_ms < TRIED_BELOW * self._shared
+        if not is_close and not self._may_be_tried_once(alone_ms, steps_left):
+            self._left = SHARED_STEPS
+            self._is_trial, self._trial_part = False, TRIAL_PART
+            return None
+        self._begin(times_ms.index(alone_ms), alone_ms)
+        return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
+
+    def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
+        """Whether a trial that the fitted time speaks against costs little of the rest of the run."""
+        if self._is_tried or steps_left is None or alone_ms >= TRIED_ONCE_BELOW * self._shared:
+            return False
+        return TRIAL_STEPS * (alone_ms / self._shared - 1) < TRIED_ONCE_PART * steps_left
+
+    def shared_at_first(self, report: AverageReport) -> str | None:
+        """Take in a steady shared step before times can be fitted; the reason, where a rank clearly goes on alone."""
+        if not self._at_most_ms:
+            return None
+        alone_ms, *others_ms = sorted(self._at_most_ms)
+        is_clear = alone_ms < CLEARLY_LESS * _step_ms(report) and alone_ms * CLEARLY_FASTER < min(others_ms)
+        self._num_clear = self._num_clear + 1 if is_clear else 0
+        if self._num_clear < CLEAR_STEPS:
+            return None
+        self._num_clear = 0
+        self.measure(report)
+        self._begin(self._at_most_ms.index(alone_ms), alone_ms)
+        return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
+
+    def _begin(self, rank: int, alone_ms: float) -> None:
+        """A rank goes on alone."""
+        self.rank = rank
+        self.lasted = 0
+        self._is_tried = True
+        self._expected_ms = alone_ms
+        # The next trial will cost what this one did, beyond as many steps alone.
+        lost_ms = self._spent_ms - self._spent_steps * alone_ms if self._is_trial else 0.0
+        self._left = round(max(TRIAL_STEPS * self._shared, lost_ms) / max(alone_ms, 1e-6) / self._trial_part)
+        self._trial_part = max(LEAST_TRIAL_PART, self._trial_part / 2)
+        self._is_trial = self._has_warmed_up = self._is_proven = False
+        self._ms, self._batches = 0.0, 0
+
+    def alone(self, report: AverageReport, *, is_usual: bool = True) -> str | None:
+        """Take in a stretch, judged where all its batches are usual ones; the reason, where all share again."""
+        assert self.rank is not None
+        facts = report.ranks[self.rank]
+        self._left -= facts.batches
+        self.lasted += facts.batches
+        # The first stretch carries the warm-up of whole batches; a short one says little.
+        if self._has_warmed_up and is_usual:
+            self._ms += facts.compute_ms
+            self._batches += facts.batches
+        self._has_warmed_up = True
+        if self._batches >= SHARED_STEPS:
+            step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
+            # Stretches on trial are short: what meeting costs is spread over as many steps as it will be.
+            self._expected_ms = step_ms + facts.exposed_ms / _stretch(step_ms)
+            self._is_proven = True
+            if self._expected_ms > self._shared:
+                reason = f"rank {self.rank} alone takes {self._expected_ms:.2f} ms, a shared step {self._shared:.2f} ms"
+                self._left = round(TRIAL_STEPS / TRIAL_PART)
+                self._trial_part = TRIAL_PART
+                self.rank = None
+                return reason
+            if (other := self._gives_way(step_ms)) is not None:
+                return other
+        if self._left > 0:
+            return None
+        self._left = 0
+        self.rank = None
+        self._is_trial = True
+        self._spent_ms, self._spent_steps = 0.0, 0
+        return "the other ranks have rested for long, and are tried again"
+
+    def _gives_way(self, step_ms: float) -> str | None:
+        """The reason, where another rank would take whole batches in less time."""
+        assert self.rank is not None
+        if not self._at_most_ms:
+            return None
+        rank, self._at_most_ms[self.rank] = self.rank, step_ms
+        best_ms = min(self._at_most_ms)
+        if best_ms >= GIVES_WAY_BELOW * step_ms:
+            return None
+        self.rank, self._left = None, 0
+        other = self._at_most_ms.index(best_ms)
+        return f"rank {rank} alone takes {step_ms:.2f} ms, rank {other} would take at most {best_ms:.2f} ms"
+
+    @property
+    def _shared(self) -> float:
+        return median(self._shared_ms)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "shared_ms": list(self._shared_ms),
+            "expected_ms": self._expected_ms,
+            "left": self._left,
+            "lasted": self.lasted,
+            "spent": [self._spent_ms, self._spent_steps] if self._is_trial else None,
+            "trial_part": self._trial_part,
+            "is_tried": self._is_tried,
+            "at_most_ms": [None if math.isinf(ms) else ms for ms in self._at_most_ms],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """What was measured in a stretch that a checkpoint cut short is measured anew."""
+        self.rank = state["rank"]
+        self._shared_ms = deque(state["shared_ms"], maxlen=SHARED_STEPS)
+        self._expected_ms = state["expected_ms"]
+        self._left = state["left"]
+        self.lasted = state.get("lasted", 0)
+        spent = state.get("spent")
+        self._is_trial = spent is not None
+        self._spent_ms, self._spent_steps = spent or (0.0, 0)
+        self._trial_part = state.get("trial_part", TRIAL_PART)
+        self._is_tried = state.get("is_tried", False)
+        self._at_most_ms = [math.inf if ms is None else ms for ms in state.get("at_most_ms", ())]
+
+
+def _step_ms(report: AverageReport) -> float:
+    return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
+
+
+def _stretch(step_ms: float) -> int:
+    return max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / max(step_ms, 1e-6))))

@@ -1,0 +1,454 @@
+"""Splits the batch of one shared step among the ranks so that the slowest rank takes the least time.
+
+Does not average: any split gives the same gradient, since each rank's part is weighted by its samples.
+Called by the policies balanced (Splitter) and sync (even), once per step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from statistics import fmean
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.policy.alone import Alone
+from outrider.policy.effects import AverageReport, Batch, Decision
+from outrider.policy.step_cost import Cost, GivenCost, TimeModel, slowest_ms
+from outrider.policy.weights import proportions
+
+__all__ = ["Split", "Splitter", "TimeModel", "even", "minimise_slowest"]
+
+Caps = Sequence[int | None]
+
+REFIT_EVERY = 16
+# Fixed and per-sample cost can be told apart only if sizes vary; no split changes the gradient, so varying is free.
+EXPLORING_STEPS = 4
+EXPLORING_PART = 0.25
+DEAD_ZONE = 0.02
+TIMES_HOLD = 512
+"""Steps for which fitted times are taken to hold; after them a rank that was left out is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Samples of each rank in one step, and why."""
+
+    samples: tuple[int, ...]
+    reason: str
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.samples)
+
+    def batch(self, rank: int, start: int) -> Batch:
+        """The rank's positions when all are dealt in rank order from `start`."""
+        return Batch(start + self._offsets[rank], self.samples[rank])
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return list(accumulate(self.samples, initial=0))
+
+
+def even(total: int, ranks: int) -> tuple[int, ...]:
+    """Equal parts; the first ranks take the remainder."""
+    each, left = divmod(total, ranks)
+    return (each + 1,) * left + (each,) * (ranks - left)
+
+
+def without_singles(samples: Sequence[int], caps: Caps | None = None) -> tuple[int, ...]:
+    """The same samples with nobody left with just one, where another rank can take it.
+
+    One sample has no variance: BatchNorm refuses it in training, and one device with the whole batch would not see it.
+    """
+    counts = list(samples)
+    if 1 not in counts:
+        return tuple(counts)
+    # The largest part first, of equal ones that of the lowest rank; entries whose count has changed are skipped.
+    queue = [(-count, rank) for rank, count in enumerate(counts) if 0 < count < _cap(caps, rank)]
+    heapq.heapify(queue)
+    for rank in reversed(range(len(counts))):
+        if counts[rank] == 1:
+            _give_single(rank, counts, queue, caps)
+    return tuple(counts)
+
+
+def _give_single(rank: int, counts: list[int], queue: list[tuple[int, int]], caps: Caps | None) -> None:
+    """Give the only sample of a rank to the largest part that has room."""
+    own: tuple[int, int] | None = None
+    while queue:
+        negative, other = queue[0]
+        if other == rank and -negative == counts[rank]:
+            own = heapq.heappop(queue)
+        elif -negative != counts[other]:
+            heapq.heappop(queue)
+        else:
+            break
+    if queue:
+        _, other = heapq.heappop(queue)
+        counts[other] += 1
+        counts[rank] = 0
+        if counts[other] < _cap(caps, other):
+            heapq.heappush(queue, (-counts[other], other))
+    elif own is not None:
+        heapq.heappush(queue, own)
+
+
+def _cap(caps: Caps | None, rank: int) -> float:
+    cap = caps[rank] if caps is not None else None
+    return math.inf if cap is None else cap
+
+
+def minimise_slowest(models: Sequence[Cost], total: int, caps: Caps | None = None) -> tuple[int, ...]:
+    """Samples per rank, at most `caps`, that sum to `total` and minimise the time of the slowest; exact.
+
+    Giving each sample to the rank that then has the smallest time is optimal, because a rank's time only grows.
+    All samples that fit below a time known to be too short are given at once, the few others one by one.
+    """
+    limits = _limits(len(models), total, caps)
+    counts = _below_optimum(models, limits, total)
+    queue = [
+        (model.fixed_ms + model.per_sample_ms * (counts[rank] + 1), rank)
+        for rank, model in enumerate(models)
+        if counts[rank] < limits[rank]
+    ]
+    heapq.heapify(queue)
+    for _ in range(total - sum(counts)):
+        _, rank = heapq.heappop(queue)
+        counts[rank] += 1
+        if counts[rank] < limits[rank]:
+            next_ms = models[rank].fixed_ms + models[rank].per_sample_ms * (counts[rank] + 1)
+            heapq.heappush(queue, (next_ms, rank))
+    return tuple(counts)
+
+
+def _limits(ranks: int, total: int, caps: Caps | None) -> list[int]:
+    limits = [total if cap is None else min(cap, total) for cap in caps or (None,) * ranks]
+    if sum(limits) < total:
+        listed = ", ".join("none" if cap is None else str(cap) for cap in caps or ())
+        raise ConfigError(
+            f"a batch of {total} samples does not fit: the ranks can hold {sum(limits)} (caps {listed})",
+            hint="lower batch_size, raise the caps or add a device",
+        )
+    return limits
+
+
+def _below_optimum(models: Sequence[Cost], limits: list[int], total: int) -> list[int]:
+    """Counts that fit in a time just too short for the whole batch."""
+    too_short, enough = 0.0, max((m.fixed_ms + m.per_sample_ms * total for m in models), default=0.0)
+    best = [0] * len(models)
+    for _ in range(60):
+        middle = (too_short + enough) / 2
+        counts = [_fitting(model, middle, limit) for model, limit in zip(models, limits, strict=True)]
+        if sum(counts) > total:
+            enough = middle
+            continue
+        too_short, best = middle, counts
+        if sum(counts) >= total - 2 * len(models):
+            break
+    return best
+
+
+def _fitting(model: Cost, time_ms: float, limit: int) -> int:
+    """Most samples that a rank can do in the time."""
+    fixed_ms, per_sample_ms = model.fixed_ms, model.per_sample_ms
+    if limit == 0 or fixed_ms + per_sample_ms > time_ms:
+        return 0
+    if per_sample_ms * limit <= time_ms - fixed_ms:
+        return limit
+    count = int((time_ms - fixed_ms) / per_sample_ms)
+    # Division rounds: compare the very numbers that the optimum is measured by.
+    while fixed_ms + per_sample_ms * count > time_ms:
+        count -= 1
+    return count
+
+
+class Splitter:
+    """Learns what samples cost on each rank, and splits batches by it."""
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        shares: Sequence[float] | None = None,
+        speed_hints: Sequence[float] | None = None,
+        caps: Caps | None = None,
+        may_rest: bool = False,
+    ) -> None:
+        """`may_rest` where the driver lets one rank work alone while the others rest."""
+        self._world_size = world_size
+        self._shares = None if shares is None else proportions("shares", shares, world_size=world_size)
+        self._hints = None if speed_hints is None else proportions("speed_hints", speed_hints, world_size=world_size)
+        self._hinted_by = "speed_hints as given"
+        self._caps = _checked_caps(caps, world_size)
+        self._models = [TimeModel() for _ in range(world_size)]
+        self._num_steps = 0
+        # The first even step counts too: it tells around which split to vary.
+        self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
+        self._explored: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self._usual: Split | None = None
+        self._decided: tuple[int, ...] | None = None
+        # What a user shared out, or what a device cannot hold, nobody does alone.
+        self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
+        self._alone = Alone()
+
+    @property
+    def lone(self) -> int | None:
+        """The rank that takes whole batches alone from now on, while the others rest; None if all share."""
+        return self._alone.rank
+
+    @property
+    def stretch(self) -> int:
+        """How many of them, before all meet again."""
+        return self._alone.stretch
+
+    def next(self, total: int, *, is_usual: bool = True) -> Split:
+        """The split of the next step; the same until something is learned."""
+        split = self._usual
+        if split is not None and split.total == total:
+            return split
+        made = self._made(total)
+        # The batch at the end of an epoch, shorter or one larger, must not displace the usual split.
+        if is_usual and (split is None or total > split.total):
+            self._usual = made
+        return made
+
+    @property
+    def needs_hints(self) -> bool:
+        """Whether nothing is known that the first batch could be split by."""
+        is_known = self._hints or self._shares or any(model.is_known for model in self._models)
+        return self._world_size > 1 and not is_known
+
+    def hint(self, speeds: Sequence[float]) -> None:
+        """Split the first batches by speeds that nobody gave, but that were measured otherwise."""
+        self._hints = proportions("speeds", speeds, world_size=self._world_size)
+        self._hinted_by = f"by a short measurement of the devices: {', '.join(f'{speed:.2f}' for speed in speeds)}"
+
+    def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
+        """Take in one step's times; returns a decision when the split changes for good.
+
+        `left` are the samples until the end of the run, if known.
+        """
+        self._num_steps += 1
+        if self._num_steps == 1 or self._shares is not None:
+            # The first step carries the warm-up of every device.
+            return []
+        has_shifted = False
+        for model, facts in zip(self._models, report.ranks, strict=True):
+            if facts.samples and facts.compute_ms > 0:
+                has_shifted |= model.observe(facts.samples, facts.compute_ms)
+        if self.lone is not None:
+            # A step that was on its way when somebody went alone: what it was compared with stays.
+            return []
+        if self._may_rest:
+            self._alone.spent(report)
+            if report.samples == self.usual_samples:
+                self._alone.bound(report)
+        if not _is_steady(report):
+            # A rank met a shape that is new to it: what it takes then is no speed of anybody.
+            return []
+        if self._exploring_left and self._may_rest:
+            reason = self._alone.shared_at_first(report)
+            if reason is not None:
+                for model in self._models:
+                    model.fit()
+                return [Decision("alone", self.lone, reason)]
+        if self._exploring_left and self._usual is not None and _samples(report) != self._usual.samples:
+            # Splits are decided a few steps early: one after the other is tried, and each is waited for.
+            return []
+        if self._exploring_left or has_shifted or self._num_steps % REFIT_EVERY == 0:
+            decisions = self._refit()
+            if decisions:
+                return decisions
+        return self._judge_sharing(report, left)
+
+    def learn_alone(self, report: AverageReport) -> list[Decision]:
+        """Take in a stretch that one rank did alone; returns a decision when all share again."""
+        self._num_steps += max(facts.batches for facts in report.ranks)
+        assert self._usual is not None
+        assert self.lone is not None
+        facts = report.ranks[self.lone]
+        reason = self._alone.alone(report, is_usual=facts.samples == facts.batches * self._usual.total)
+        if reason is None:
+            return []
+        self._alone.forget()
+        decision = Decision("alone", None, reason)
+        if self._alone.lasted < TIMES_HOLD:
+            return [decision]
+        return [decision, *self._explore_anew()]
+
+    def _judge_sharing(self, report: AverageReport, left: int | None) -> list[Decision]:
+        if self._exploring_left or report.samples != self.usual_samples:
+            return []
+        if not self._may_rest:
+            self._alone.measure(report)
+            return []
+        steps_left = None if left is None else left / report.samples
+        reason = self._alone.shared(report, self._costs(), report.samples, steps_left=steps_left)
+        if reason is None:
+            return []
+        return [Decision("alone", self.lone, reason)]
+
+    @property
+    def usual_samples(self) -> int:
+        """Samples of a usual batch; 0 before the first."""
+        return 0 if self._usual is None else self._usual.total
+
+    @property
+    def exact_rate(self) -> float | None:
+        """Samples per ms as batches are taken now, shared or by one rank alone; None until that is measured."""
+        step_ms = None if self._exploring_left and self.lone is None else self._alone.step_ms
+        return None if self._usual is None or not step_ms else self._usual.total / step_ms
+
+    @property
+    def own_rates(self) -> tuple[float, ...] | None:
+        """Samples per ms of each rank, if it took whole batches for itself, by the fitted times."""
+        if self._usual is None or not any(model.is_known for model in self._models):
+            return None
+        total = self._usual.total
+        rates = [total / (cost.fixed_ms + cost.per_sample_ms * total) for cost in self._costs()]
+        if self.lone is not None and self.exact_rate is not None:
+            # Measured, and not by parts of batches while others computed too.
+            rates[self.lone] = self.exact_rate
+        return tuple(rates)
+
+    def share(self, rank: int) -> float:
+        """The rank's part of a batch; by the options or equal before the first one."""
+        if self.lone is not None:
+            return 1.0 if rank == self.lone else 0.0
+        if self._usual is not None and self._usual.total:
+            return self._usual.samples[rank] / self._usual.total
+        given = self._shares or self._hints
+        return given[rank] if given else 1 / self._world_size
+
+    def state(self) -> dict[str, Any]:
+        split = self._usual
+        return {
+            "models": [model.state() for model in self._models],
+            "num_steps": self._num_steps,
+            "exploring_left": self._exploring_left,
+            "decided": self._decided and list(self._decided),
+            "split": split and {"samples": list(split.samples), "reason": split.reason},
+            "alone": self._alone.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what was learned; options given anew for this run stay in force."""
+        if len(state["models"]) != self._world_size:
+            raise ConfigError(
+                f"the saved splitter has {len(state['models'])} ranks, got world_size={self._world_size}",
+                hint="resume with the same number of devices",
+            )
+        self._models = [TimeModel.restored(entry) for entry in state["models"]]
+        self._num_steps = state["num_steps"]
+        self._exploring_left = state["exploring_left"]
+        self._decided = state["decided"] and tuple(state["decided"])
+        split = state["split"]
+        self._usual = split and Split(samples=tuple(split["samples"]), reason=split["reason"])
+        alone = state.get("alone")
+        if alone is not None and (self._may_rest or alone["rank"] is None):
+            self._alone.restore(alone)
+
+    def _refit(self) -> list[Decision]:
+        for model in self._models:
+            model.fit()
+        if self._usual is None or not any(model.is_known for model in self._models):
+            return []
+        if self._exploring_left:
+            return self._explore()
+        if 0 in self._usual.samples and self._num_steps % TIMES_HOLD == 0:
+            return self._explore_anew()
+        best = self._best(self._usual.total)
+        now_ms, best_ms = slowest_ms(self._costs(), self._usual.samples), slowest_ms(self._costs(), best)
+        return self._adopt(best) if best_ms < (1 - DEAD_ZONE) * now_ms else []
+
+    def _explore_anew(self) -> list[Decision]:
+        self._exploring_left = EXPLORING_STEPS + 1
+        self._explored.clear()
+        return self._explore()
+
+    def _explore(self) -> list[Decision]:
+        assert self._usual is not None
+        total = self._usual.total
+        self._exploring_left -= 1
+        if self._exploring_left == 0:
+            return self._adopt(self._best(total))
+        self._usual = self._made(total)
+        return []
+
+    def _adopt(self, samples: tuple[int, ...]) -> list[Decision]:
+        reason = f"slowest rank takes {slowest_ms(self._costs(), samples):.2f} ms by the fitted times"
+        self._usual = Split(samples=samples, reason=reason)
+        self._alone.forget()
+        before, self._decided = self._decided, samples
+        if samples == before:
+            return []
+        return [Decision("split", samples, reason, {"from": before, "to": samples})]
+
+    def _made(self, total: int) -> Split:
+        drafted = self._drafted(total)
+        return replace(drafted, samples=without_singles(drafted.samples, self._caps))
+
+    def _drafted(self, total: int) -> Split:
+        if self._shares is not None:
+            return Split(samples=self._in_proportion(total, self._shares), reason="shares as given")
+        if not any(model.is_known for model in self._models):
+            parts = self._hints or (1.0,) * self._world_size
+            reason = self._hinted_by if self._hints else "even: nothing measured yet"
+            return Split(samples=self._in_proportion(total, parts), reason=reason)
+        if self._exploring_left:
+            return Split(samples=self._varied(total), reason="sizes varied to tell fixed from per-sample cost")
+        return Split(samples=self._best(total), reason="by the fitted times")
+
+    def _best(self, total: int) -> tuple[int, ...]:
+        return without_singles(minimise_slowest(self._costs(), total, self._caps), self._caps)
+
+    def _varied(self, total: int) -> tuple[int, ...]:
+        """The best split with every other rank up and the rest down by a quarter, changing places at each step.
+
+        Two splits in turn: each size is captured anew on a GPU, and two far apart tell as much as many.
+        """
+        is_odd = self._exploring_left % 2 == 1
+        if (total, is_odd) in self._explored:
+            return self._explored[total, is_odd]
+        signs = [1 if (rank + is_odd) % 2 else -1 for rank in range(self._world_size)]
+        # Four, so that a rank that was left out is measured again and a quarter less is still no single sample.
+        base = [max(4, count) for count in self._best(total)]
+        parts = [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
+        self._explored[total, is_odd] = self._in_proportion(total, parts)
+        return self._explored[total, is_odd]
+
+    def _in_proportion(self, total: int, parts: Sequence[float]) -> tuple[int, ...]:
+        return minimise_slowest([GivenCost(0.0, 1 / part) for part in parts], total, self._caps)
+
+    def _costs(self) -> Sequence[Cost]:
+        """The fitted times; a rank that has never had a sample is taken for an average one."""
+        known = [model for model in self._models if model.is_known]
+        if len(known) == self._world_size:
+            return self._models
+        typical = GivenCost(fmean(model.fixed_ms for model in known), fmean(model.per_sample_ms for model in known))
+        return [model if model.is_known else typical for model in self._models]
+
+
+def _samples(report: AverageReport) -> tuple[int, ...]:
+    return tuple(facts.samples for facts in report.ranks)
+
+
+def _is_steady(report: AverageReport) -> bool:
+    return not any(facts.setup_ms for facts in report.ranks)
+
+
+def _checked_caps(caps: Caps | None, world_size: int) -> tuple[int | None, ...] | None:
+    if caps is None:
+        return None
+    if len(caps) != world_size or any(cap is not None and cap < 0 for cap in caps):
+        listed = ", ".join("none" if cap is None else str(cap) for cap in caps)
+        raise ConfigError(
+            f"caps must be one number >= 0 or none per rank, got {listed} for world_size={world_size}",
+            hint="leave caps out where memory does not bind",
+        )
+    return tuple(caps)

@@ -1,0 +1,82 @@
+"""Policy `balanced`: gradients averaged at every step, the global batch split in proportion to speed.
+
+Decides the split of each step; the gradient, weighted by samples, is exactly that of one device with the whole batch.
+If sharing steps is slower than one rank alone, that rank takes whole batches and the others rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from itertools import islice
+
+from outrider.policy.effects import (
+    AverageReport,
+    Batch,
+    Confer,
+    Effect,
+    Expect,
+    HandOver,
+    Merge,
+    Note,
+    Policy,
+    SharedStep,
+    Step,
+)
+from outrider.policy.policy_spec import SegmentContext
+
+STEPS_AHEAD = 2
+"""Splits are decided this many steps early, so that workers can fetch what comes."""
+
+
+def balanced(segment: SegmentContext) -> Policy:
+    """One segment of an epoch; `seat.batch_size` is the batch of the whole world."""
+    seat, splitter, span = segment.seat, segment.splitter, segment.span
+    coming: deque[tuple[Batch, Batch]] = deque()
+    wholes = span.batches(seat.batch_size)
+    mine = 0
+    is_common = False
+    while True:
+        while splitter.lone is None and len(coming) < STEPS_AHEAD and (whole := next(wholes, None)) is not None:
+            split = splitter.next(whole.count, is_usual=whole.count <= seat.batch_size)
+            batch = split.batch(seat.rank, whole.start)
+            coming.append((whole, batch))
+            yield Expect((batch,))
+        if coming:
+            whole, batch = coming.popleft()
+            report: AverageReport = yield SharedStep(batch, at=whole.start)
+            mine += batch.count
+            is_common = False
+            decisions = splitter.learn(report, left=segment.run_left(whole.stop))
+        elif splitter.lone is not None and (stretch := tuple(islice(wholes, splitter.stretch))):
+            lone, is_last = splitter.lone, stretch[-1].stop == span.stop
+            samples = sum(batch.count for batch in stretch) if seat.rank == lone else 0
+            report = yield from _alone(lone, stretch, samples=samples, is_last=is_last)
+            mine += samples
+            decisions = splitter.learn_alone(report)
+            is_common = is_last
+            if not is_common and (splitter.lone is None or report.ends_segment):
+                yield HandOver(source=lone, samples=0, at=stretch[-1].start)
+                is_common = True
+        else:
+            break
+        for decision in decisions:
+            yield Note(decision)
+        if report.ends_segment:
+            break
+    # After a hand-over there is nothing left to merge.
+    if not is_common:
+        yield Merge(samples=mine)
+
+
+def _alone(
+    lone: int, stretch: tuple[Batch, ...], *, samples: int, is_last: bool
+) -> Generator[Effect, AverageReport, AverageReport]:
+    """Whole batches on one rank; the others, who take none of their samples, are handed what it learned at the last."""
+    if samples:
+        yield Expect(stretch)
+        for batch in stretch:
+            yield Step(batch, at=batch.start)
+    if is_last:
+        return (yield HandOver(source=lone, samples=samples, at=stretch[-1].start))
+    return (yield Confer(source=lone, samples=samples))

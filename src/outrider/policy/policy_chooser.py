@@ -1,0 +1,182 @@
+"""Chooses between exact and local steps by what is expected to be learned per second; for the policy `auto`.
+
+Exact steps are those of one device (`balanced`): shared by all ranks, or taken by one of them alone. Local steps
+(`async`) use every rank's full speed, but a sample is worth less. Compares throughput times that worth. Every rank
+computes the same choice from the same reports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean, variance
+from typing import Any
+
+from outrider.policy.batch_splitter import Splitter
+from outrider.policy.effects import AverageReport, Decision
+from outrider.policy.sample_worth import effective_ranks, sample_worth
+from outrider.policy.window_planner import WindowPlanner
+
+# What a sample is worth differs between tasks by about a tenth either way, and where it is less, the same number of
+# epochs ends with a worse result (docs/log.md), so a small promise is none.
+LEAST_GAIN = 1.2
+"""Local steps are tried where they promise this much; measured, they must keep what exact steps have."""
+# Before local steps were tried: what averages may cost, and the steps of the fastest rank between two of them.
+EXPECTED_OVERHEAD = 0.05
+EXPECTED_WINDOW = 4
+LEAST_STEPS_LEFT = 48
+"""Steps of a run that local steps need to pay for the change."""
+# The first windows after a change carry its cost; a judgement needs some more.
+WINDOWS_SKIPPED = 3
+WINDOWS_JUDGED = 12
+# Local steps learn worse where their loss is above that of the exact steps before them by so many standard errors.
+LOSSES_KEPT = 32
+LEAST_LOSSES = 4
+WORSE_BY_ERRORS = 3.0
+# After local steps were given up: windows until they may be tried again, four times as many after each time.
+WINDOWS_UNTIL_RETRY = 1000
+RETRY_GROWTH = 4
+
+
+class PolicyChooser:
+    """Whether the ranks take exact or local steps, and why."""
+
+    def __init__(self, *, world_size: int) -> None:
+        self._world_size = world_size
+        self.is_exact = True
+        self.changed_at = 0
+        """The window of the report with which it changed last."""
+        self.fastest = 0
+        """The rank with the highest rate when local steps began."""
+        self._exact_rate = 0.0
+        self._samples_until_retry = 0
+        self._retry_after = WINDOWS_UNTIL_RETRY
+        self._has_told = False
+        self._windows: list[AverageReport] = []
+        self._num_local = 0
+        self._exact_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+
+    # Exact steps
+
+    def learn_exact(self, report: AverageReport, splitter: Splitter, left: int | None) -> list[Decision]:
+        """Take in an exact step, or a stretch of them; `left` are the samples until the end of the run, if known."""
+        self._samples_until_retry -= report.samples
+        if report.loss is not None:
+            self._exact_losses.append(report.loss)
+        rate, own_rates = splitter.exact_rate, splitter.own_rates
+        if self._world_size == 1 or rate is None or own_rates is None or self._samples_until_retry > 0:
+            return []
+        self._exact_rate = rate
+        worth = sample_worth(EXPECTED_WINDOW, ranks=effective_ranks(own_rates))
+        local_rate = sum(own_rates) * (1 - EXPECTED_OVERHEAD)
+        gain = local_rate * worth / rate
+        if gain < LEAST_GAIN:
+            return self._told_once(self._stays(splitter, gain))
+        if left is not None and left < LEAST_STEPS_LEFT * splitter.usual_samples:
+            return self._told_once(f"{self._stays(splitter, gain)}, but the run is nearly over")
+        self.fastest = own_rates.index(max(own_rates))
+        return [self._change(report, is_exact=False, reason=_promise(gain, local_rate / rate, worth))]
+
+    def _stays(self, splitter: Splitter, gain: float) -> str:
+        lone = splitter.lone
+        how = "ranks share every step" if lone is None else f"rank {lone} works alone, as sharing steps costs more"
+        best = max(splitter.own_rates or (self._exact_rate,))
+        return (
+            f"{how}: {self._exact_rate / best:.2f}x the fastest rank alone; "
+            f"local steps would learn {gain:.2f}x of that per second"
+        )
+
+    def _told_once(self, reason: str) -> list[Decision]:
+        if self._has_told:
+            return []
+        self._has_told = True
+        return [Decision("policy", "exact", reason)]
+
+    # Local steps
+
+    def learn_local(self, report: AverageReport, planner: WindowPlanner) -> list[Decision]:
+        """Take in a window of local steps; returns the decision to go back to exact steps."""
+        self._num_local += 1
+        if self._num_local <= WINDOWS_SKIPPED or self.is_exact:
+            return []
+        if planner.is_drifting:
+            return [self._give_up(report, "the replicas drift apart although windows were made shorter")]
+        self._windows.append(report)
+        if len(self._windows) < WINDOWS_JUDGED:
+            return []
+        windows, self._windows = self._windows, []
+        rates = _measured_rates(windows, self._world_size)
+        worth = sample_worth(_mean_window(windows), ranks=effective_ranks(rates))
+        gain = sum(rates) * worth / self._exact_rate
+        worse = self._learns_worse(windows)
+        if worse is not None:
+            return [self._give_up(report, worse)]
+        if gain >= 1:
+            return []
+        why = f"local steps have {sum(rates) / self._exact_rate:.2f}x the samples per second, each worth {worth:.2f}"
+        return [self._give_up(report, f"{why}: less than exact steps")]
+
+    def _learns_worse(self, windows: Sequence[AverageReport]) -> str | None:
+        """The reason, where the loss has risen above where exact steps had brought it."""
+        before = self._exact_losses
+        now = [window.loss for window in windows if window.loss is not None]
+        if len(before) < LEAST_LOSSES or len(now) < LEAST_LOSSES:
+            return None
+        error = math.sqrt(variance(before) / len(before) + variance(now) / len(now))
+        if fmean(now) <= fmean(before) + WORSE_BY_ERRORS * error:
+            return None
+        return f"the loss is {fmean(now):.4g}, exact steps had brought it to {fmean(before):.4g}"
+
+    def _give_up(self, report: AverageReport, reason: str) -> Decision:
+        self._samples_until_retry = self._retry_after * max(1, report.samples)
+        self._retry_after *= RETRY_GROWTH
+        return self._change(report, is_exact=True, reason=reason)
+
+    def _change(self, report: AverageReport, *, is_exact: bool, reason: str) -> Decision:
+        self.is_exact = is_exact
+        self.changed_at = report.window
+        self._windows, self._num_local, self._has_told = [], 0, False
+        if is_exact:
+            self._exact_losses.clear()
+        return Decision("policy", "exact" if is_exact else "local", reason)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; a judgement under way begins anew."""
+        return {
+            "is_exact": self.is_exact,
+            "fastest": self.fastest,
+            "exact_rate": self._exact_rate,
+            "exact_losses": list(self._exact_losses),
+            "samples_until_retry": self._samples_until_retry,
+            "retry_after": self._retry_after,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.is_exact = state["is_exact"]
+        self.fastest = state["fastest"]
+        self._exact_rate = state["exact_rate"]
+        self._exact_losses = deque(state["exact_losses"], maxlen=LOSSES_KEPT)
+        self._samples_until_retry = state["samples_until_retry"]
+        self._retry_after = state["retry_after"]
+
+
+def _measured_rates(windows: Sequence[AverageReport], world_size: int) -> tuple[float, ...]:
+    """Samples per ms of each rank over some windows, averages and waits included."""
+    rates = []
+    for rank in range(world_size):
+        facts = [window.ranks[rank] for window in windows]
+        spent_ms = sum(own.compute_ms + own.exposed_ms + own.setup_ms for own in facts)
+        rates.append(sum(own.samples for own in facts) / spent_ms if spent_ms > 0 else 0.0)
+    return tuple(rates)
+
+
+def _mean_window(windows: Sequence[AverageReport]) -> float:
+    return fmean(max(facts.batches for facts in window.ranks) for window in windows)
+
+
+def _promise(gain: float, throughput: float, worth: float) -> str:
+    return (
+        f"local steps promise to learn {gain:.2f}x as much per second: {throughput:.2f}x the samples, "
+        f"each worth {worth:.2f} of one in an exact step"
+    )

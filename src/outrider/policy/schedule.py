@@ -1,0 +1,154 @@
+"""Records the sequence of effects, the schedule, so that another driver can replay it.
+
+Decides what belongs to a schedule: steps, averages with their drift, and when each was applied; but not empty polls,
+notes and leases, because steps contain their positions. Used to compare real training with the lab, and to replay it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.policy.effects import (
+    Average,
+    AverageReport,
+    Batch,
+    Begin,
+    Collect,
+    Confer,
+    Effect,
+    EndSegment,
+    Expect,
+    GiveBack,
+    HandOver,
+    Lease,
+    Merge,
+    Note,
+    Policy,
+    Poll,
+    SharedStep,
+    Step,
+    Take,
+)
+
+Entry = list[Any]
+"""JSON-able: the effect's name, then its numbers."""
+
+
+class ScheduleRecorder:
+    """Passes on one rank's schedule of one segment; in `entries` where nobody else takes it."""
+
+    def __init__(self, keep: Callable[[Entry], None] | None = None) -> None:
+        self.entries: list[Entry] = []
+        self._keep = keep or self.entries.append
+
+    def saw(self, effect: Effect, result: object) -> None:
+        entry = _entry(effect, result)
+        if entry is not None:
+            self._keep(entry)
+
+    def ended(self, left: Sequence[Lease], digest: str | None) -> None:
+        """The segment is over: what nobody used of it, and the digest of this rank's model."""
+        self._keep(["ended", [[lease.start, lease.count] for lease in left], digest])
+
+
+def replay(entries: Sequence[Entry]) -> Policy:
+    """A policy that does again what was recorded."""
+    for entry in entries:
+        if entry[0] != "ended":
+            yield _effect(entry)
+
+
+_MEETINGS = frozenset({"shared", "average", "confer", "hand over", "merge", "begin", "end segment"})
+
+
+def common_part(ranks: Sequence[Sequence[Entry]]) -> list[list[Entry]]:
+    """Of a segment that failed: what each rank did up to the first meeting that another one did not come to."""
+    common = min(sum(entry[0] in _MEETINGS for entry in entries) for entries in ranks)
+    parts: list[list[Entry]] = []
+    for entries in ranks:
+        met, part = 0, []
+        for entry in entries:
+            met += entry[0] in _MEETINGS
+            if met > common:
+                break
+            part.append(entry)
+        parts.append(part)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEnd:
+    """How a segment ended on one rank; the digest is None where another rank was ahead of it."""
+
+    left: tuple[Lease, ...]
+    digest: str | None
+
+
+def end_of(entries: Sequence[Entry]) -> SegmentEnd | None:
+    """How a recorded segment ended; None where the recording ends within it."""
+    match entries[-1] if entries else None:
+        case ["ended", left, digest]:
+            return SegmentEnd(tuple(Lease(start, count) for start, count in left), digest)
+    return None
+
+
+def drifts_of(entries: Sequence[Entry]) -> list[float]:
+    """The drift of each average that this rank took in, in order."""
+    return [entry[-1] for entry in entries if entry[0] in ("average", "collect") and entry[-1] is not None]
+
+
+def _entry(effect: Effect, result: object) -> Entry | None:
+    match effect:
+        case Step(batch, at):
+            return ["step", batch.start, batch.count, at]
+        case SharedStep(batch, at):
+            return ["shared", batch.start, batch.count, at]
+        case Average(samples):
+            return ["average", samples, _drift(result)]
+        case Confer(source, samples):
+            return ["confer", source, samples]
+        case HandOver(source, samples, at):
+            return ["hand over", source, samples, at]
+        case Merge(samples):
+            return ["merge", samples]
+        case Begin(samples, is_dry):
+            return ["begin", samples, is_dry]
+        case EndSegment():
+            assert isinstance(result, tuple)
+            return ["end segment", [[lease.start, lease.count] for lease in result]]
+        case Poll() | Collect():
+            return ["collect", _drift(result)] if result is not None else None
+        case Take() | GiveBack() | Expect() | Note():
+            return None
+
+
+def _drift(result: object) -> float | None:
+    if not isinstance(result, AverageReport) or result.drift is None or not math.isfinite(result.drift):
+        return None
+    return result.drift
+
+
+def _effect(entry: Entry) -> Effect:
+    match entry:
+        case ["step", start, count, at]:
+            return Step(Batch(start, count), at)
+        case ["shared", start, count, at]:
+            return SharedStep(Batch(start, count), at)
+        case ["average", samples, _]:
+            return Average(samples)
+        case ["confer", source, samples]:
+            return Confer(source, samples)
+        case ["hand over", source, samples, at]:
+            return HandOver(source, samples, at)
+        case ["merge", samples]:
+            return Merge(samples)
+        case ["begin", samples, is_dry]:
+            return Begin(samples, is_dry)
+        case ["collect", _]:
+            return Collect()
+        case ["end segment", left]:
+            return EndSegment(tuple(Lease(start, count) for start, count in left))
+    raise AssertionError(entry)

@@ -1,0 +1,418 @@
+"""All averages of one rank behind one interface: of parameters and of gradients, on any backend.
+
+Decides which averager is used for a backend; with one rank nothing is averaged. Called by the driver and `RankLife`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from outrider.average.arena_layout import plain_tensors
+from outrider.average.averager import Averager
+from outrider.average.broadcast import StateBroadcast, take_mean
+from outrider.average.checks import Verifier
+from outrider.average.device_average import DeviceAverager
+from outrider.average.exchange import Exchange
+from outrider.average.gradients import GradientExchange
+from outrider.average.host_average import HostAverager
+from outrider.average.layout_change import carried_over, layout_of_saved
+from outrider.average.optimizer_state import OptimizerArena
+from outrider.average.overlap import Overlap
+from outrider.average.own_arena import OwnArena
+from outrider.average.rank_facts import Settled
+from outrider.average.resting import content_hash
+from outrider.average.transport.backend_table import BackendSpec, backend_spec
+from outrider.errors import StepError, WaitError
+from outrider.rank.layout_watch import LayoutSizes, LayoutWatch, NewLayout, joins, sizes_of, wait_for
+from outrider.rank.solo_averages import SoloAverages
+from outrider.rank.window import BATCHES, NUM_FACTS
+from outrider.replica import state_transfer
+from outrider.replica.finite import GRADIENT_HINT, gradient_not_finite
+from outrider.replica.rank_replica import RankReplica
+from outrider.world.world import World
+
+
+class Averages(Protocol):
+    """What the driver needs."""
+
+    @property
+    def transport(self) -> str: ...
+
+    watches_gradients: bool
+    """Whether gradients that are not finite are found when they are averaged."""
+
+    @property
+    def sizes(self) -> LayoutSizes: ...
+
+    def start_from_rank_zero(self) -> None: ...
+    def saw_gradients(self) -> None: ...
+    def stepped(self) -> None: ...
+    def wants_layout(self) -> bool: ...
+    def ended(self) -> None: ...
+    def lay_out(self, *, catch_up: Callable[[], int | None], is_within_pass: bool) -> NewLayout: ...
+    def lay_out_as(self, *, changing: Sequence[str], trained: Sequence[str] | None = None) -> None: ...
+    def average(self, samples: int, facts: Sequence[float]) -> Settled: ...
+    def overlapped(self, samples: int) -> AbstractContextManager[None]: ...
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> None: ...
+    def gradient_facts(self) -> Settled: ...
+    def refuse_not_finite(self, settled: Settled, *, step: int, scaled: Collection[int] = ()) -> None: ...
+    def begin(self, samples: int, facts: Sequence[float]) -> None: ...
+    def is_ready(self) -> bool: ...
+    def load(self) -> Settled: ...
+    def correct(self) -> Settled: ...
+    def confer(self, samples: int, facts: Sequence[float]) -> Settled: ...
+    def hand_over(self, source: int, *, at: int) -> None: ...
+    def move_to_lookahead(self) -> None: ...
+    def move_to_average(self) -> None: ...
+    def wait_for_device(self) -> None: ...
+    @property
+    def is_unmerged(self) -> bool: ...
+    def merge(self, samples: int, facts: Sequence[float], *, may_undo: bool) -> Settled: ...
+    def undo_merge(self) -> None: ...
+    def state(self) -> dict[str, Any] | None: ...
+    def restore(self, state: dict[str, Any] | None) -> None: ...
+    def close(self) -> None: ...
+
+
+def make_averages(replica: RankReplica, world: World, *, backend: str | BackendSpec, verify: bool) -> Averages:
+    if world.size == 1:
+        return SoloAverages(replica)
+    return GroupAverages(replica, world, backend=backend_spec(backend), verify=verify)
+
+
+class GroupAverages:
+    """Averages with the other ranks; collectives run in the same order on all of them."""
+
+    watches_gradients = True
+
+    def __init__(self, replica: RankReplica, world: World, *, backend: BackendSpec, verify: bool) -> None:
+        self._layout = LayoutWatch(replica, world)
+        self._replica = replica
+        self._world = world
+        self._backend = backend
+        self._collective = world.collective_for(backend)
+        # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
+        self._pays_to_overlap = backend.on_device or len(set(world.hosts)) > 1
+        # Who waits for another does so on the host, and keeps no device busy.
+        self._words = (
+            world.collective_for("cpu", what="word of their arrival") if backend.on_device else self._collective
+        )
+        self._verifier = Verifier(world.rank, self._collective.gather) if verify else None
+        self._open_exchanges()
+        self._timeout_s = world.timeout_s
+        self._names = [str(spec) for spec in world.specs]
+        self._batches_by_rank = [0.0] * world.size
+        self._has_optimizer = False
+        self._optimizer_arena: OptimizerArena | None = None
+        self._kept: OwnArena | None = None
+        self._samples_apart = 0
+        """This rank's samples before the merge that was undone."""
+        self.is_unmerged = False
+        """Whether the ranks stand where they stood before their last merge, which was only for a checkpoint."""
+
+    def _open_exchanges(self) -> None:
+        """All that depends on the layout of the arena."""
+        replica, world = self._replica, self._world
+        device = replica.device if self._backend.on_device else torch.device("cpu")
+        self._exchange = Exchange(
+            replica.arena,
+            rank=world.rank,
+            world_size=world.size,
+            num_facts=NUM_FACTS,
+            outer=replica.compensation.outer,
+            device=device,
+            wire=replica.recipe.wire,
+        )
+        self._overlapped: Overlap | None = None
+        self._averager = self._make_averager()
+        self._broadcast = StateBroadcast(
+            replica.arena,
+            self._collective,
+            words=self._words,
+            device=self._exchange.device,
+            timeout_s=world.timeout_s,
+        )
+        self._measure()
+
+    def _measure(self) -> None:
+        shares_steps = self._replica.recipe.policy_spec.shares_steps
+        self._sizes = sizes_of(
+            self._replica.arena,
+            num_bytes=self._exchange.num_bytes,
+            gradient_bytes=self._gradients.num_bytes if shares_steps else 0,
+        )
+
+    @property
+    def _overlap(self) -> Overlap:
+        """Made when the first gradients are shared: policies of local steps need no memory for them."""
+        if self._overlapped is None:
+            replica, world = self._replica, self._world
+            exchange = GradientExchange(
+                replica.arena,
+                rank=world.rank,
+                world_size=world.size,
+                num_facts=NUM_FACTS,
+                device=self._exchange.device,
+            )
+            self._overlapped = Overlap(exchange, self._collective)
+        return self._overlapped
+
+    @property
+    def _gradients(self) -> GradientExchange:
+        return self._overlap.exchange
+
+    def _make_averager(self) -> Averager:
+        await_others = partial(self._words.gather, [self._world.rank])
+        make = partial(DeviceAverager, await_others=await_others) if self._backend.on_device else HostAverager
+        return make(self._exchange, self._collective, verify=self._verifier, timeout_s=self._world.timeout_s)
+
+    @property
+    def sizes(self) -> LayoutSizes:
+        """Computed once per layout: every average records what it sent."""
+        return self._sizes
+
+    @property
+    def transport(self) -> str:
+        """How sums travel: in shared memory, over gloo or nccl."""
+        return self._collective.transport
+
+    def start_from_rank_zero(self) -> None:
+        """Everybody gets rank 0's parameters and buffers; they are the first common point."""
+        self._broadcast.arena(0)
+        self._broadcast.resting(0)
+        self._exchange.reset_ref()
+        self._layout.restart()
+
+    # What takes part may change between two segments: parameters are frozen and thawed, buffers turn out to change.
+
+    def saw_gradients(self) -> None:
+        self._layout.saw_gradients()
+
+    def stepped(self) -> None:
+        self._layout.stepped()
+
+    def wants_layout(self) -> bool:
+        return self._layout.wants_change()
+
+    def ended(self) -> None:
+        self._layout.ended()
+
+    def lay_out(self, *, catch_up: Callable[[], int | None], is_within_pass: bool) -> NewLayout:
+        """Agree on what takes part from now on; all ranks call this.
+
+        `catch_up` is called before anything changes, and returns the rank that trained alone, if any.
+        """
+        agreed = self._layout.agree(is_within_pass=is_within_pass)
+        if agreed.is_new:
+            source = catch_up()
+            if self._replica.recipe.policy_spec.averages:
+                self._make_equal([*agreed.thawed, *agreed.changing], source=source)
+            self.lay_out_as(changing=[*self._replica.arena.layout.changing, *agreed.changing], trained=agreed.trained)
+        return agreed
+
+    def lay_out_as(self, *, changing: Sequence[str], trained: Sequence[str] | None = None) -> None:
+        """Build the arena and all that depends on it anew; what stays in it keeps its common point and velocity."""
+        self.wait_for_device()
+        state, before = self._exchange.state_dict(), self._replica.arena.layout
+        if self._optimizer_arena is not None:
+            self._optimizer_arena.dissolve()
+        self._averager.close()
+        self._replica.lay_out(changing=changing, trained=trained)
+        self._open_exchanges()
+        after = self._replica.arena.layout
+        self._exchange.load_state_dict(
+            carried_over(state, before=before, after=after, fresh=self._exchange.state_dict())
+        )
+        # Optimizer state joins again once every rank has some for what was thawed.
+        self._batches_by_rank, self._has_optimizer = [0.0] * self._world.size, False
+        self._optimizer_arena, self._kept = None, None
+        self._layout.restart()
+
+    def _make_equal(self, names: Collection[str], *, source: int | None) -> None:
+        """Tensors that join are the same on all ranks, unless they were trained before that.
+
+        Then the mean is taken, or what `source` has, if it trained alone.
+        """
+        tenants = [tenant for tenant in self._replica.arena.layout.resting if joins(tenant, names)]
+        tensors = [plain for tenant in tenants for plain in plain_tensors(tenant.current())]
+        hashes = self._world.exchange_json([content_hash(tensor) for tensor in tensors], name="tensors that join")
+        different = [
+            tensor for tensor, told in zip(tensors, zip(*hashes, strict=True), strict=True) if len(set(told)) > 1
+        ]
+        if source is None:
+            take_mean(different, self._collective, device=self._exchange.device)
+        else:
+            self._broadcast.tensors(different, source)
+
+    def average(self, samples: int, facts: Sequence[float]) -> Settled:
+        return self._saw(self._averager.average(samples, facts))
+
+    def overlapped(self, samples: int) -> AbstractContextManager[None]:
+        """Around a gradient: its sum may begin before it is complete."""
+        return self._overlap.backward(samples) if self._may_overlap else contextlib.nullcontext()
+
+    @property
+    def _may_overlap(self) -> bool:
+        return self._pays_to_overlap and self._replica.can_overlap
+
+    def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
+        """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""
+        started = self._overlap.take_started()
+        started += [self._collective.start_sum_(wire) for wire in self._gradients.pack(samples, facts)]
+        self._collective.wait(started)
+        if not self._gradients.has_all:
+            # Which parameters get one is then read from the device: a lost peer must not make that wait forever.
+            self._collective.finish(self._timeout_s)
+        self._gradients.hand_out()
+
+    def gradient_facts(self) -> Settled:
+        """What the ranks told each other with the gradients; waits until the device has come to this point."""
+        self._collective.finish(self._timeout_s)
+        return self._gradients.facts()
+
+    def refuse_not_finite(self, settled: Settled, *, step: int, scaled: Collection[int] = ()) -> None:
+        """Raise where a rank brought a gradient that is not finite to a shared step; all ranks do, with its name.
+
+        Not for `scaled` ranks: with loss scaling such a gradient is an overflow, and the step is skipped.
+        """
+        for rank in set(settled.not_finite) - set(scaled):
+            raise gradient_not_finite(rank=rank, name=self._names[rank], step=step)
+
+    def begin(self, samples: int, facts: Sequence[float]) -> None:
+        self._averager.begin(samples, facts)
+
+    def is_ready(self) -> bool:
+        return self._averager.is_ready()
+
+    def load(self) -> Settled:
+        return self._saw(self._averager.load())
+
+    def correct(self) -> Settled:
+        return self._saw(self._averager.correct())
+
+    def confer(self, samples: int, facts: Sequence[float]) -> Settled:
+        """The facts of all, and nothing else."""
+        rows = self._broadcast.facts([samples, *facts])
+        return Settled(facts=tuple(row[1:] for row in rows), total_samples=round(sum(row[0] for row in rows)))
+
+    def hand_over(self, source: int, *, at: int) -> None:
+        """Every rank goes on as if it had taken the steps of `source`."""
+        replica = self._replica
+        is_source = replica.rank == source
+        own = state_transfer.pack(replica) if is_source else state_transfer.Cargo(0, b"", ())
+        received = self._broadcast.everything(
+            source,
+            facts=[own.steps],
+            manifest=own.manifest,
+            places=lambda manifest: own.tensors if is_source else state_transfer.places(replica, manifest),
+        )
+        if not is_source:
+            (steps,) = received.facts[source]
+            state_transfer.take_over(
+                replica, state_transfer.Cargo(round(steps), received.manifest, received.tensors), at=at
+            )
+
+    def move_to_lookahead(self) -> None:
+        """From the average to where training goes on."""
+        self._kept, self.is_unmerged = None, False
+        self.wait_for_device()
+        self._exchange.move_to_lookahead()
+        self.wait_for_device()
+
+    def move_to_average(self) -> None:
+        """To the average: what is evaluated, saved and handed out is the mean of the ranks, and nothing beyond."""
+        self.wait_for_device()
+        self._exchange.move_to_average()
+        self.wait_for_device()
+
+    # A checkpoint in the middle of shared steps has the merged model, and the run goes on as if nobody had merged.
+
+    def merge(self, samples: int, facts: Sequence[float], *, may_undo: bool) -> Settled:
+        """Average what shared steps leave to each rank; `samples` since the last merge that was not undone."""
+        samples += self._samples_apart
+        self._kept, self._samples_apart = None, 0
+        if may_undo:
+            self.wait_for_device()
+            common, arena = self._exchange.state_dict(), self._replica.arena
+            self._kept = OwnArena.of(arena, common, self._optimizer_arena, samples=samples)
+        # Ranks that shared steps have the same parameters, which a rounded average would change.
+        self._exchange.is_exact = True
+        try:
+            return self.average(samples, facts)
+        finally:
+            self._exchange.is_exact = False
+
+    def undo_merge(self) -> None:
+        """Undo the last merge, if that is possible; all ranks call this."""
+        if self._kept is not None:
+            self._kept.put_back(self._replica.arena, self._exchange, self._optimizer_arena)
+            self._samples_apart = self._kept.samples
+            self._kept, self.is_unmerged = None, True
+
+    def _saw(self, settled: Settled) -> Settled:
+        self._refuse_average(settled)
+        self._replica.saw_ranks(settled.effective_ranks)
+        if self._replica.recipe.average_optimizer and not self._has_optimizer:
+            self._await_optimizers(settled)
+        return settled
+
+    def _refuse_average(self, settled: Settled) -> None:
+        """Raise where a rank brought parameters that are not finite; that rank itself knows the step."""
+        if self._replica.rank in settled.not_finite:
+            self._replica.check_loss()
+        for rank in settled.not_finite:
+            raise StepError(
+                f"rank {rank} ({self._names[rank]}): its parameters were not finite at an average",
+                hint=GRADIENT_HINT,
+                rank=rank,
+            )
+
+    def _await_optimizers(self, settled: Settled) -> None:
+        """Optimizer state joins once every rank has some, which all learn from the same facts."""
+        for rank, row in enumerate(settled.facts):
+            self._batches_by_rank[rank] += row[BATCHES]
+        if min(self._batches_by_rank) > 0:
+            self._attach_optimizer()
+
+    def _attach_optimizer(self) -> None:
+        self._optimizer_arena = OptimizerArena(self._replica.optimizer, parameters=self._replica.arena.parameters)
+        self._exchange.attach(self._optimizer_arena)
+        self._measure()
+        self._has_optimizer = True
+        self._replica.forget_captures()  # the state has moved
+
+    def wait_for_device(self) -> None:
+        wait_for(self._replica.device)
+
+    def state(self) -> dict[str, Any] | None:
+        common = self._exchange.state_dict()
+        arena, samples = self._replica.arena, self._samples_apart
+        own = OwnArena.of(arena, common, None, samples=samples).state() if self.is_unmerged else None
+        return common | {"has_optimizer": self._has_optimizer, "own": own}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            return
+        # A checkpoint is taken after an average, so the optimizer state that was saved is the common one.
+        if state["has_optimizer"] and self._replica.recipe.average_optimizer:
+            self._attach_optimizer()
+        saved = layout_of_saved(state["fingerprint"], self._replica.model, after := self._replica.arena.layout)
+        if saved is not after:
+            state = carried_over(state, before=saved, after=after, fresh=self._exchange.state_dict()) | {"own": None}
+        self._exchange.load_state_dict(state)
+        own = state["own"]
+        # Ranks of another number have no arena of their own in the checkpoint: they go on from the merged model.
+        if own is not None and state["recent_samples"].numel() == self._exchange.world_size:
+            OwnArena.restored(own, state).put_back(self._replica.arena, self._exchange, None)
+            self._samples_apart, self.is_unmerged = own["samples"], True
+
+    def close(self) -> None:
+        # Only a rank that lost its peers can be stuck here, in a collective that ends with the process.
+        with contextlib.suppress(WaitError):
+            self._averager.close()

@@ -1,0 +1,505 @@
+"""Interprets the effects of a policy on one rank: leases, averages, hand-overs. Steps are yielded to a step source.
+
+Decides nothing about the schedule, and measures nothing itself: the meter does. One driver lives as long as its rank.
+The stepper takes the steps of `train()`, the user's loop those of a session.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outrider import faults
+from outrider.average.rank_facts import Settled
+from outrider.data.feed import Feed
+from outrider.data.leases import Leases
+from outrider.data.packed_batch import packed_batch_of
+from outrider.errors import OutriderError
+from outrider.policy.effects import (
+    Average,
+    AverageReport,
+    Batch,
+    Begin,
+    Collect,
+    Confer,
+    Decision,
+    Effect,
+    EndSegment,
+    Expect,
+    GiveBack,
+    HandOver,
+    Lease,
+    Merge,
+    Note,
+    Policy,
+    Poll,
+    SharedStep,
+    Step,
+    Take,
+)
+from outrider.policy.position_ranges import without
+from outrider.policy.schedule import ScheduleRecorder
+from outrider.rank.averages import Averages
+from outrider.rank.meter import Meter
+from outrider.rank.window import as_report
+from outrider.replica.model_digest import digest_of
+from outrider.replica.rank_replica import RankReplica
+from outrider.timeline.recorder import Recorder
+
+StepEffects = Generator[Step | SharedStep, AverageReport | None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """One rank has worked alone, up to the world's sample `at`: the others stand where they were."""
+
+    source: int
+    at: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A part of an epoch between two checkpoints, as one rank takes part in it."""
+
+    policy: Policy
+    span: Lease
+    """Its positions in the order of the epoch."""
+    leases: Leases
+    feed: Feed
+    seen: int
+    """Samples of the whole world before the epoch, or the pass, that this is a part of."""
+    batch_size: int
+    schedule: ScheduleRecorder | None = None
+    """Keeps the effects where they are asked for."""
+
+
+class Driver:
+    """All of a segment but its steps, one segment after the other, on this rank."""
+
+    def __init__(
+        self,
+        *,
+        replica: RankReplica,
+        averages: Averages,
+        meter: Meter,
+        recorder: Recorder,
+        stop_requested: Callable[[], bool] = lambda: False,
+        pause_due: Callable[[], bool] = lambda: False,
+        on_step: Callable[[], None] = lambda: None,
+        on_choice: Callable[[Decision], None] = lambda decision: None,
+        on_report: Callable[[str, AverageReport], None] = lambda kind, report: None,
+    ) -> None:
+        self.averages = averages
+        self.meter = meter
+        self._replica = replica
+        self._recorder = recorder
+        self.activity = recorder.activity
+        """What this rank is doing, for the live page."""
+        self._stop_requested = stop_requested
+        self._pause_due = pause_due
+        self._on_step = on_step
+        self._on_choice = on_choice
+        self._on_report = on_report
+        self._segment: Segment | None = None
+        self._windows = 0
+        self._reached = self._reached_before = 0
+        self._is_stopped = self._is_paused = self._is_cut = False
+        self._anchor: int | None = None
+        self._drift: float | None = None
+        self._lead: Lead | None = None
+        self._has_leased = False
+        self._stepped_since_begin = self._is_laid_out = False
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            Take: self._take,
+            GiveBack: self._give_back,
+            Expect: self._expect,
+            Average: self._average,
+            Begin: self._begin,
+            Poll: self._poll,
+            Collect: self._collect,
+            Confer: self._confer,
+            HandOver: self._hand_over,
+            Merge: self._merge,
+            EndSegment: self._end_segment,
+            Note: self._note,
+        }
+        if replica.rank == 0:
+            recorder.event("transport", value=averages.transport, bytes=averages.sizes.bytes)
+
+    # What others read
+
+    @property
+    def windows(self) -> int:
+        """Averages since the start of the run."""
+        return self._windows
+
+    @property
+    def reached(self) -> int:
+        """The world's samples that averages have accounted for, in this epoch."""
+        return self._reached
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last segment ended because a rank wanted to stop."""
+        return self._is_stopped
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last segment ended early for a checkpoint; the rest of it comes next."""
+        return self._is_paused
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the policy ended the last segment early; the rest of it comes next, and nothing is to be saved."""
+        return self._is_cut
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the last segment ended before its last position, for a stop or a checkpoint."""
+        return self._is_stopped or self._is_paused
+
+    @property
+    def anchor(self) -> int | None:
+        return self._anchor
+
+    @property
+    def drift(self) -> float | None:
+        return self._drift
+
+    @property
+    def lead(self) -> Lead | None:
+        """The rank that is ahead of the others, until they catch up; the same on all ranks."""
+        return self._lead
+
+    @property
+    def lags(self) -> bool:
+        """Whether another rank has learned what this one has not."""
+        return self._lead is not None and self._lead.source != self._replica.rank
+
+    @property
+    def seen(self) -> int:
+        """Samples of the whole world before the epoch that the segment is a part of."""
+        return self._current.seen
+
+    @property
+    def num_samples(self) -> int:
+        return self._current.feed.num_samples
+
+    @property
+    def _current(self) -> Segment:
+        assert self._segment is not None, "no segment was begun"
+        return self._segment
+
+    # Epochs and segments
+
+    def go_on(self, windows: int) -> None:
+        """Count windows from those of the checkpoint on."""
+        self._windows = windows
+
+    def open_epoch(self) -> None:
+        self._reached = 0
+        self.meter.open_epoch()
+
+    def steps(self, segment: Segment) -> StepEffects:
+        """Do all of a segment but its steps: those are yielded for the caller to do, who sends back a report."""
+        self._segment, self._has_leased = segment, False
+        self._reached_before = self._reached
+        is_within_pass = self._is_cut or self._is_paused
+        self._is_stopped = self._is_paused = self._is_cut = False
+        activity = self.activity
+        # Time between two effects belongs to the effect that ends it: to a step, or to the way into an average.
+        activity.enter("join")
+        self._lay_out(is_within_pass)
+        self.averages.move_to_lookahead()
+        policy = faults.watched(segment.policy, self._replica)
+        result: Any = None
+        while True:
+            try:
+                effect: Effect = policy.send(result)
+            except StopIteration:
+                # Nothing was cut where a change of layout came with the last average.
+                self._is_cut = self._is_cut and any(lease.count for lease in self.left_of_segment())
+                self.meter.end_log()
+                self.averages.move_to_average()
+                self.averages.ended()
+                if segment.schedule is not None:
+                    self._record_end(segment.schedule)
+                activity.enter("epoch boundary")
+                return
+            # All ranks are to step from here on. Who takes a lease is one of them, and all do at the same time.
+            if isinstance(effect, SharedStep | Merge | Take):
+                self.catch_up()
+            if isinstance(effect, Step | SharedStep):
+                if segment.schedule is not None:
+                    # Before it is taken: a replay shall also take the step at which a run failed.
+                    segment.schedule.saw(effect, None)
+                activity.belonged_to("compute")
+                result = yield effect
+                activity.enter("join")
+            else:
+                result = self._handlers[type(effect)](effect)
+                if segment.schedule is not None:
+                    segment.schedule.saw(effect, result)
+
+    def _record_end(self, schedule: ScheduleRecorder) -> None:
+        """What a replay goes on from, and compares its model with."""
+        left = self.left_of_segment() if self.ends_early or self._is_cut else ()
+        schedule.ended(left, None if self.lags else digest_of(self._replica.model))
+
+    def _lay_out(self, is_within_pass: bool) -> None:
+        """Take in what was frozen, thawed or seen to change since the last segment; all ranks call this."""
+        agreed = self.averages.lay_out(catch_up=self._catch_up_with, is_within_pass=is_within_pass)
+        if (agreed.is_new or not self._is_laid_out) and self._replica.rank == 0:
+            self._recorder.event("layout", **asdict(self.averages.sizes), **agreed.told)
+        self._is_laid_out = True
+
+    def _catch_up_with(self) -> int | None:
+        """Catch up; returns the rank that trained alone, if any."""
+        source = None if self._lead is None else self._lead.source
+        self.catch_up()
+        return source
+
+    # Data
+
+    def _take(self, effect: Take) -> Lease | None:
+        self._has_leased = True
+        with self.meter.gap():
+            return self._current.leases.take(effect)
+
+    def _give_back(self, effect: GiveBack) -> None:
+        self._current.leases.give_back(effect.lease)
+
+    def left_of_segment(self) -> tuple[Lease, ...]:
+        """The positions of the last segment that no average has accounted for; the same on all ranks."""
+        if self._has_leased:
+            return self._current.leases.left()
+        span, done = self._current.span, self._reached - self._reached_before
+        return (Lease(span.start + done, span.count - done),)
+
+    def left_in_segment(self, own: Sequence[Lease], *, is_alone: bool) -> tuple[Lease, ...] | None:
+        """The positions that this rank's model has not learned from, now; None where only an average would tell.
+
+        `own` are those of this rank in the segment. Leases of other ranks may be done, but not averaged yet.
+        """
+        if self._has_leased and not is_alone:
+            return None
+        span, done = self._current.span, 0 if self._has_leased else self._reached - self._reached_before
+        return without(span, [Lease(span.start, done), *own])
+
+    @property
+    def span(self) -> Lease:
+        """The positions of the segment."""
+        return self._current.span
+
+    def _end_segment(self, effect: EndSegment) -> tuple[Lease, ...]:
+        self._is_cut = not self.ends_early
+        return self.left_of_segment()
+
+    def _expect(self, effect: Expect) -> None:
+        self._current.feed.announce(effect.batches)
+
+    def fetch(self, batch: Batch, *, as_packed_batch: bool = False) -> Any:
+        """The data of a batch, or a packed batch for a captured step to unpack; waiting for it is recorded."""
+        feed = self._current.feed
+        started_s = time.perf_counter()
+        before = self.activity.enter("data")
+        try:
+            faults.reach("data")
+            return packed_batch_of(feed, batch) if as_packed_batch else feed.fetch(batch)
+        except OutriderError as error:
+            error.rank, error.step = self._replica.rank, self._replica.steps
+            raise
+        finally:
+            self.activity.enter(before)
+            self._recorder.add_wait("data", time.perf_counter() - started_s)
+
+    # Steps
+
+    def ended_step(self, samples: int, seconds: float) -> None:
+        """A local step ended."""
+        self.meter.ended_step(samples, seconds)
+        self.averages.stepped()
+        self._stepped_since_begin = True
+        self._on_step()
+
+    def ended_shared_step(self, samples: int, settled: Settled) -> AverageReport:
+        """A shared step ended; what the ranks told each other in it."""
+        self.meter.ended_shared_step(samples)
+        self.averages.stepped()
+        self._on_step()
+        return self._report(settled, kind="shared", is_blocking=True)
+
+    # Averages
+
+    def join_shared_average(self) -> None:
+        """This rank has its gradient and is about to average it with the others."""
+        self.activity.enter("join")
+        faults.reach("average")
+        self.activity.enter("average")
+
+    def _average(self, effect: Average) -> AverageReport:
+        self._wait_for_device()
+        self._end_window()
+        started_s = time.perf_counter()
+        with self.activity.during("average"):
+            settled = self.averages.average(self._taken(effect.samples), self.facts())
+        elapsed_s = time.perf_counter() - started_s
+        self.meter.took_average(elapsed_s)
+        report = self._report(settled, kind="average", is_blocking=True)
+        self._record_average(report, elapsed_s)
+        return report
+
+    def _begin(self, effect: Begin) -> None:
+        # Nobody stops here: events tell what the steps took, as far as they are done.
+        if not self.meter.is_on_device:
+            self._wait_for_device()
+        self._end_window()
+        with self.meter.gap(), self.activity.during("average"):
+            self.averages.begin(self._taken(effect.samples), self.facts(is_dry=effect.is_dry))
+        self.meter.began()
+        self._stepped_since_begin = False
+
+    def _poll(self, effect: Poll) -> AverageReport | None:
+        return self._take_in() if self.averages.is_ready() else None
+
+    def _collect(self, effect: Collect) -> AverageReport:
+        started_s = time.perf_counter()
+        report = self._take_in()
+        waited_s = time.perf_counter() - started_s
+        self._recorder.wait("average", waited_s)
+        self.activity.waited(waited_s)
+        return report
+
+    def _take_in(self) -> AverageReport:
+        with self.meter.gap(), self.activity.during("average"):
+            settled = self.averages.correct() if self._stepped_since_begin else self.averages.load()
+        average_ms = settled.total_ms or 0.0
+        self.meter.took_in(waited_ms=settled.waited_ms or 0.0, average_ms=average_ms, busy_ms=settled.busy_ms or 0.0)
+        report = self._report(settled, kind="background", is_blocking=False)
+        self._record_average(report, average_ms / 1e3)
+        return report
+
+    def _confer(self, effect: Confer) -> AverageReport:
+        is_source = self._replica.rank == effect.source
+        if is_source:
+            self._wait_for_device()
+            self._measure_window()
+        else:
+            self.meter.end_log()
+        started_s = time.perf_counter()
+        with self.activity.during("average" if is_source else "rest"):
+            settled = self.averages.confer(effect.samples, self.facts())
+        elapsed_s = time.perf_counter() - started_s
+        # Up to this meeting all ranks but the source had nothing to do.
+        self.meter.rested(0.0 if is_source else elapsed_s, elapsed_s=elapsed_s)
+        return self._report(settled, kind="confer", is_blocking=True, is_average=False)
+
+    def _hand_over(self, effect: HandOver) -> AverageReport:
+        """Announce that `source` has newer state. The copy is deferred to `catch_up()`, which may never run."""
+        self._lead = Lead(effect.source, at=self.seen + effect.at)
+        if self.lags:
+            # While it has nothing else to do: the learning rate is told by every rank.
+            self._replica.follow_schedule(self._lead.at)
+        return self._confer(Confer(effect.source, effect.samples))
+
+    def catch_up(self, *, is_training: bool = True) -> float:
+        """Bring all ranks up to date with the rank that trained alone, if any; returns what that took, in s.
+
+        All ranks call this. Where it `is_training`, it is charged as an average is.
+        """
+        if self._lead is None:
+            return 0.0
+        lead, self._lead = self._lead, None
+        started_s = time.perf_counter()
+        with self.activity.during("average"):
+            self.averages.hand_over(lead.source, at=lead.at)
+        elapsed_s = time.perf_counter() - started_s
+        self._recorder.event("hand over", source=lead.source, ms=round(elapsed_s * 1e3, 3))
+        if is_training:
+            self.meter.add_exposed(elapsed_s)
+        self.meter.restart_clocks()
+        return elapsed_s
+
+    def _merge(self, effect: Merge) -> None:
+        with self.activity.during("average"):
+            settled = self.averages.merge(effect.samples, self.facts(is_dry=True), may_undo=self.ends_early)
+        # None of the policy's averages, but it brings word of what the last of those cost.
+        told = as_report(self._windows, settled.facts, settled.drift)
+        self.meter.charge(told, is_blocking=True, is_average=False)
+
+    def merge_again(self) -> None:
+        """For the model at the end, where the last merge was undone for a checkpoint; all ranks call this."""
+        if self.averages.is_unmerged:
+            self._merge(Merge(samples=0))
+
+    def _taken(self, planned: int) -> int:
+        """Samples since the last average: fewer than the policy planned where a user left the loop early."""
+        return min(planned, self.meter.window_samples)
+
+    def facts(self, *, is_dry: bool = False) -> list[float]:
+        """What this rank tells the others with its next average."""
+        loss = self._replica.loss_sums.since_last()
+        self.activity.saw_loss(*loss)
+        return self.meter.facts(
+            loss=loss,
+            is_dry=is_dry,
+            wants_stop=self._stop_requested(),
+            wants_pause=self._pause_due(),
+            wants_layout=self.averages.wants_layout(),
+        )
+
+    def _report(self, settled: Settled, *, kind: str, is_blocking: bool, is_average: bool = True) -> AverageReport:
+        report = as_report(self._windows, settled.facts, settled.drift)
+        self._windows += 1
+        # What was averaged, not what was told: a device tells of a shared step with the next one.
+        self._reached += settled.total_samples
+        self._drift = settled.drift
+        self._is_stopped = self._is_stopped or report.wants_stop
+        self._is_paused = (self._is_paused or report.wants_pause) and not self._is_stopped
+        self._is_cut = (self._is_cut or report.wants_layout) and not self.ends_early
+        waited_s = self.meter.charge(report, is_blocking=is_blocking, is_average=is_average)
+        self._record_wait(report, waited_s)
+        self._on_report(kind, report)
+        return report
+
+    def _record_wait(self, report: AverageReport, waited_s: float) -> None:
+        """How long the average before this one waited for others: known only now, from what all ranks reported."""
+        self._recorder.add_wait("average", waited_s)
+        self.activity.waited(waited_s)
+        # One event per window; shared steps are too many for that, the end of the epoch has their sum.
+        if report.drift is not None and waited_s >= 1e-4:
+            self._recorder.event("wait", cause="average", window=report.window - 1, ms=round(waited_s * 1e3, 3))
+
+    def _record_average(self, report: AverageReport, elapsed_s: float) -> None:
+        self.activity.averaged(elapsed_s)
+        ms = round(elapsed_s * 1e3, 3)
+        num_bytes = self.averages.sizes.bytes
+        self._recorder.event("average end", window=report.window, ms=ms, drift=report.drift, bytes=num_bytes)
+
+    def _note(self, effect: Note) -> None:
+        decision = effect.decision
+        if decision.kind == "plan":
+            self._anchor = decision.details["anchor"]
+        # All ranks decide the same: one of them records it.
+        if self._replica.rank == 0:
+            self._recorder.event(decision.kind, value=decision.value, reason=decision.reason, **decision.details)
+            if decision.kind == "policy":
+                self._on_choice(decision)
+
+    def _wait_for_device(self) -> None:
+        with self.activity.during("compute"):
+            self.meter.wait_for_device(self.averages.wait_for_device)
+        self._replica.check_loss()
+        self._replica.check_finite()
+
+    def _end_window(self) -> None:
+        """The average of the window comes next."""
+        self._measure_window()
+        self._recorder.event("average start", window=self._windows)
+
+    def _measure_window(self) -> None:
+        if self.meter.is_on_device:
+            self._replica.watch_loss()
+        self.meter.end_window(self._windows)

@@ -1,0 +1,175 @@
+"""The accounting of an epoch on one rank: opened empty, closed by exchanging the accounts of all ranks.
+
+Decides how the counts of driver, replica and recorder become the metrics of the world, and how leases are opened.
+Called by `RankLife`, `TrainRun` and `SessionRun`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from outrider import faults
+from outrider.data.leases import Leases, LocalLeases, StoreLeases
+from outrider.policy.effects import Lease
+from outrider.rank.driver import Driver
+from outrider.rank.peak_memory import peak_memory_bytes
+from outrider.rank.shared_evaluation import EvaluationSums
+from outrider.record.epoch_metrics import EpochMetrics, RankAccount, combine
+from outrider.replica.rank_replica import RankReplica
+from outrider.timeline.recorder import Recorder
+from outrider.world.world import World
+
+
+class EpochAccounting:
+    """What one rank counts from the start of an epoch to its end."""
+
+    def __init__(self, driver: Driver, replica: RankReplica, world: World, *, recorder: Recorder) -> None:
+        self._driver = driver
+        self._recorder = recorder
+        self._replica = replica
+        self._world = world
+        self._slept_s = 0.0
+        self.accounts: list[RankAccount] = []
+        """What the ranks told when the accounting was closed last."""
+        self.wants_stop = False
+        """Whether any rank wanted to stop when the ranks told each other last."""
+        self.is_checkpoint_due = False
+        """Whether rank 0's clock said so when the accounting was closed last."""
+        self.so_far: list[RankAccount] = []
+        """What the ranks told in the middle of an epoch; nothing once the accounting is closed."""
+        self._before: RankAccount | None = None
+        """This rank's part of the epoch before the checkpoint from which it goes on."""
+        self._drained = (0.0, 0)
+        self._logged: dict[str, tuple[float, float]] = {}
+
+    @property
+    def seconds_before(self) -> float:
+        """Training time of this epoch before the checkpoint from which it goes on."""
+        return 0.0 if self._before is None else self._before.seconds
+
+    def go_on(self, told: Sequence[dict[str, Any]]) -> None:
+        """The epoch that is opened next began before: `told` is what the ranks of that world had done in it."""
+        accounts = self.so_far = [RankAccount(**fields) for fields in told]
+        mine = accounts[self._world.rank :: self._world.size]
+        # Where fewer ranks go on, each also counts for ranks that are gone; the time of the longest counts.
+        for account in mine:
+            self._before = account if self._before is None else account.after(replace(self._before, seconds=0.0))
+
+    def open(self) -> None:
+        self._drained, self._logged = (0.0, 0), {}
+        self._driver.open_epoch()
+
+    def close(
+        self,
+        epoch: int,
+        *,
+        seconds: float,
+        evaluated: EvaluationSums,
+        wants_stop: bool,
+        is_checkpoint_due: bool = False,
+        train_s_before: float,
+        first_s: float,
+        is_complete: bool,
+    ) -> EpochMetrics:
+        """The world's metrics, the same on every rank; all ranks call this. `first_s` is when the first epoch began."""
+        faults.reach("epoch-end")
+        self._record_beside_training(epoch, evaluated)
+        account = self._account(
+            seconds=seconds, evaluated=evaluated, wants_stop=wants_stop, is_checkpoint_due=is_checkpoint_due
+        )
+        told_s = time.perf_counter()
+        accounts = self.accounts = self._exchange(account, what=f"the end of epoch {epoch}")
+        self._before, self.so_far = None, []
+        self.is_checkpoint_due = accounts[0].is_checkpoint_due
+        recorder = self._recorder
+        has_evaluated = any(one.eval_s for one in accounts)
+        recorder.wait("evaluation" if has_evaluated else "epoch boundary", time.perf_counter() - told_s)
+        self.wants_stop = any(one.wants_stop for one in accounts)
+        metrics = self.merged(
+            accounts, epoch=epoch, train_s_before=train_s_before, first_s=first_s, is_complete=is_complete
+        )
+        waits_ms = {cause: round(waited_s * 1e3, 3) for cause, waited_s in recorder.wait_s.items()}
+        recorder.event("epoch end", epoch=epoch, loss=metrics.loss, eval=metrics.eval, waits_ms=waits_ms)
+        return metrics
+
+    def merged(
+        self,
+        accounts: Sequence[RankAccount],
+        *,
+        epoch: int,
+        train_s_before: float,
+        first_s: float,
+        is_complete: bool,
+    ) -> EpochMetrics:
+        """The world's metrics from the accounts of all ranks."""
+        return combine(
+            accounts,
+            epoch=epoch,
+            learning_rate=self._replica.learning_rate,
+            anchor=self._driver.anchor,
+            drift=self._driver.drift,
+            train_s_before=train_s_before,
+            wall_s=time.perf_counter() - first_s,
+            is_complete=is_complete,
+        )
+
+    def tell(self, *, seconds: float, wants_stop: bool = False) -> None:
+        """In mid-epoch: tell the others what this rank has done so far, and go on counting. All ranks call this."""
+        account = self._account(seconds=seconds, evaluated=EvaluationSums(), wants_stop=wants_stop)
+        self.so_far = self._exchange(account, what="the accounts of a pass over the data")
+        self.wants_stop = any(one.wants_stop for one in self.so_far)
+
+    def _exchange(self, account: RankAccount, *, what: str) -> list[RankAccount]:
+        told = self._world.exchange_json(asdict(account), name="accounts", what=what)
+        return [RankAccount(**fields) for fields in told]
+
+    def _drain(self) -> None:
+        """Take in the losses and logged values since the last time."""
+        loss_sum, loss_samples = self._replica.loss_sums.drain()
+        self._drained = (self._drained[0] + loss_sum, self._drained[1] + loss_samples)
+        for name, (total, weight) in self._replica.logged_scalars.drain().items():
+            before = self._logged.get(name, (0.0, 0.0))
+            self._logged[name] = (before[0] + total, before[1] + weight)
+
+    def _account(
+        self, *, seconds: float, evaluated: EvaluationSums, wants_stop: bool, is_checkpoint_due: bool = False
+    ) -> RankAccount:
+        """This rank's part of the epoch, from its start, also where it went on from a checkpoint."""
+        meter = self._driver.meter
+        self._drain()
+        account = RankAccount(
+            loss_sum=self._drained[0],
+            loss_samples=self._drained[1],
+            eval_sum=evaluated.total,
+            eval_samples=evaluated.samples,
+            samples=meter.samples,
+            logged=self._logged,
+            averages=meter.averages,
+            average_cost_s=meter.average_cost_s,
+            wait_s=meter.average_wait_s,
+            seconds=seconds,
+            eval_s=evaluated.seconds,
+            catch_up_s=evaluated.catch_up_s,
+            wants_stop=wants_stop,
+            is_checkpoint_due=is_checkpoint_due,
+            peak_memory_bytes=peak_memory_bytes(self._world.device),
+        )
+        return account if self._before is None else account.after(self._before)
+
+    def _record_beside_training(self, epoch: int, evaluated: EvaluationSums) -> None:
+        recorder, slept_before_s, self._slept_s = self._recorder, self._slept_s, self._driver.meter.slept_s
+        if evaluated.seconds:
+            recorder.event("evaluation", epoch=epoch, ms=round(evaluated.seconds * 1e3, 3))
+        slept_s = self._slept_s - slept_before_s
+        if slept_s > 0:
+            recorder.event("throttle", epoch=epoch, ms=round(slept_s * 1e3, 3))
+
+
+def open_leases(world: World, key: str, span: Lease, *, batch_size: int) -> Leases:
+    """The ledger of a span; ranks that use the same key share it."""
+    if world.size == 1:
+        return LocalLeases(span, batch_size=batch_size)
+    return StoreLeases(world.store, key, span, rank=world.rank, batch_size=batch_size)

@@ -1,0 +1,145 @@
+"""What a run will need of each rank's memory, told before training; refused where it cannot fit.
+
+Decides from what is certain: gradients, optimizer state, averages. Activations come on top and are known only after the
+first step, which micro-batches make smaller. Called by `RankLife` on every rank before averages are allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outrider.average.average_memory import AverageBytes, average_bytes
+from outrider.errors import DeviceError
+from outrider.record.disk_space import in_units
+from outrider.replica.optimizer_memory import present_bytes, state_bytes
+from outrider.replica.portable_state import num_bytes
+from outrider.replica.rank_replica import RankReplica
+from outrider.world.memory_limit import available_memory
+from outrider.world.world import World
+
+WORTH_TELLING = 10**9
+"""Bytes on a rank from which the line at the start of a run says what it needs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeeds:
+    """Bytes of one rank, on its device; activations and data not counted."""
+
+    device: str
+    place: str
+    """Host and device: ranks of the same place share what is available there, unless they have limits."""
+    model: int
+    gradients: int
+    optimizer: int | None
+    """None where the state of its class is not known."""
+    optimizer_there: int
+    """The part of it that is allocated already."""
+    averages: int
+    saved_by_cadence: int
+    """What averages in the background take more than blocking ones."""
+    saved_without_outer: int
+    available: int | None
+    """Beside the model, which is there already; None where nobody knows."""
+    has_limit: bool
+
+    @property
+    def more(self) -> int:
+        """What is still to be allocated."""
+        return self.gradients + max(0, (self.optimizer or 0) - self.optimizer_there) + self.averages
+
+    @property
+    def total(self) -> int:
+        return self.model + self.optimizer_there + self.more
+
+
+def needs_of(replica: RankReplica, world: World) -> MemoryNeeds:
+    """What this rank will need; its model is on its device, and nothing else is."""
+    recipe, spec = replica.recipe, world.spec
+    kept = average_bytes(
+        replica.arena,
+        recipe.policy_spec,
+        outer=replica.compensation.outer,
+        wire=recipe.wire,
+        world_size=world.size,
+    )
+    states = [state_bytes(optimizer) for optimizer in replica.optimizers]
+    state = None if None in states else sum(one for one in states if one is not None)
+    shared_state = _shared_state(kept, state or 0) if recipe.average_optimizer and world.size > 1 else 0
+    return MemoryNeeds(
+        device=str(spec),
+        place=f"{world.hosts[world.rank]} {spec.torch_name}",
+        model=num_bytes(replica.model.state_dict()),
+        gradients=sum(parameter.nbytes for parameter in replica.arena.parameters),
+        optimizer=state,
+        optimizer_there=sum(present_bytes(optimizer) for optimizer in replica.optimizers),
+        averages=kept.total + shared_state,
+        saved_by_cadence=kept.snapshot,
+        saved_without_outer=kept.velocity,
+        available=available_memory(spec),
+        has_limit=spec.memory_bytes is not None,
+    )
+
+
+def _shared_state(kept: AverageBytes, state: int) -> int:
+    """Averaged optimizer state has a common point too, and a snapshot where parameters have one."""
+    return state * (2 if kept.snapshot else 1)
+
+
+def agree_on_memory(replica: RankReplica, world: World) -> list[MemoryNeeds]:
+    """The needs of all ranks; raises on all of them where one cannot fit. All ranks call this."""
+    own = needs_of(replica, world)
+    told = world.exchange_json(asdict(own), name="memory needs", what="the memory that each rank needs")
+    needs = [MemoryNeeds(**fields) for fields in told]
+    refuse_too_large(needs)
+    return needs
+
+
+def refuse_too_large(needs: Sequence[MemoryNeeds]) -> None:
+    """Raise where a rank, or the ranks that share a device, need more than there is."""
+    for rank, own in enumerate(needs):
+        if own.available is None:
+            continue
+        sharing = [own] if own.has_limit else [one for one in needs if one.place == own.place and not one.has_limit]
+        if sum(one.more for one in sharing) > own.available:
+            raise _too_large(rank, own, num_sharing=len(sharing))
+
+
+def _too_large(rank: int, own: MemoryNeeds, *, num_sharing: int) -> DeviceError:
+    optimizer = "optimizer state unknown" if own.optimizer is None else f"optimizer state {in_units(own.optimizer)}"
+    beside = f", and {num_sharing} ranks share them" if num_sharing > 1 else ""
+    assert own.available is not None
+    return DeviceError(
+        f"rank {rank} ({own.device}) needs {in_units(own.more)} beside its model of {in_units(own.model)}, before any "
+        f"activation: gradients {in_units(own.gradients)}, {optimizer}, averages {in_units(own.averages)}; "
+        f"{in_units(own.available)} are {'left of its limit' if own.has_limit else 'free'}{beside}",
+        hint=_way_out(own),
+        rank=rank,
+    )
+
+
+def _way_out(own: MemoryNeeds) -> str:
+    ways = []
+    if own.saved_by_cadence:
+        ways.append(f'policy="cadence" needs {in_units(own.saved_by_cadence)} less')
+    if own.saved_without_outer:
+        ways.append(f'outer="none" needs {in_units(own.saved_without_outer)} less')
+    if own.optimizer:
+        ways.append("an optimizer with less state, or fewer trained parameters (requires_grad_(False)), needs less")
+    ways.append("raise the limit of the device" if own.has_limit else "use a device with more memory")
+    return "; ".join(ways)
+
+
+def memory_event(own: MemoryNeeds) -> dict[str, Any]:
+    """For the timeline."""
+    names = ("model", "gradients", "optimizer", "averages", "available", "total")
+    return {"value": own.total, **{f"{name}_bytes": getattr(own, name) for name in names}}
+
+
+def memory_words(needs: Sequence[MemoryNeeds]) -> str | None:
+    """For the line at the start of a run; None for small models."""
+    if max(one.total for one in needs) < WORTH_TELLING:
+        return None
+    totals = list(dict.fromkeys(in_units(one.total) for one in needs))
+    return f"{' and '.join(totals)} of memory per rank before activations"

@@ -1,0 +1,225 @@
+"""Measures one rank: the time of its steps and averages, since the last average and since the start of the epoch.
+
+The only owner of the window, the account of averages, the throttle and the clocks of a device. Decides what counts as
+compute and what as exposed time. The driver and the step sources call it at starts and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from outrider.policy.effects import AverageReport
+from outrider.rank.device_clock import DeviceClocks
+from outrider.rank.throttle import Throttle
+from outrider.rank.window import AverageAccount, Window
+from outrider.timeline.recorder import Recorder
+from outrider.timeline.windows import WindowLog
+
+
+class Meter:
+    """Windows, averages and clocks of one rank. `clocks` are given where steps are measured by events on a device."""
+
+    def __init__(
+        self, *, rank: int, throttle: Throttle, recorder: Recorder, clocks: DeviceClocks | None = None
+    ) -> None:
+        self._rank = rank
+        self._throttle = throttle
+        self._recorder = recorder
+        self._clocks = clocks
+        self._window = Window()
+        self._window_log = WindowLog(recorder, slept_s=lambda: throttle.slept_s)
+        self._account = AverageAccount()
+        self._samples = 0
+        self._has_shared = False
+
+    # Since the start of the epoch
+
+    def open_epoch(self) -> None:
+        self._account = AverageAccount()
+        self._samples = 0
+        self._recorder.reset_waits()
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank's steps."""
+        return self._samples
+
+    @property
+    def averages(self) -> int:
+        return self._account.averages
+
+    @property
+    def average_cost_s(self) -> float:
+        return self._account.cost_s
+
+    @property
+    def average_wait_s(self) -> float:
+        return self._account.wait_s
+
+    @property
+    def slept_s(self) -> float:
+        """Since the start of the run."""
+        return self._throttle.slept_s
+
+    # Steps
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether events on a device measure the steps, so that the host need not wait for them."""
+        return self._clocks is not None
+
+    @property
+    def compute(self) -> Throttle:
+        """`with meter.compute:` around work that a slower device would take longer for."""
+        return self._throttle
+
+    def start_compute(self) -> None:
+        """The same as entering `compute`, where the work ends in another function."""
+        self._throttle.__enter__()
+
+    def stop_compute(self) -> None:
+        self._throttle.__exit__(None, None, None)
+
+    def took_gradient(self, samples: int, seconds: float, *, is_steady: bool = True) -> None:
+        """A gradient, or a whole local step, took this long; only steady ones tell a rank's pace."""
+        self._window.stepped(samples=samples, seconds=seconds, is_steady=is_steady)
+        self._window_log.stepped(samples=samples, seconds=seconds)
+        self._recorder.activity.stepped(samples)
+
+    def took_update(self, seconds: float) -> None:
+        """Compute that belongs to a step whose gradient was counted before."""
+        self._window.compute_s += seconds
+
+    def ended_step(self, samples: int, seconds: float) -> None:
+        """A local step ended."""
+        self.took_gradient(samples, seconds)
+        self._samples += samples
+
+    def ended_shared_step(self, samples: int) -> None:
+        self._window_log.averaged(self._window.exposed_s)
+        self._recorder.activity.averaged(self._window.exposed_s)
+        self._samples += samples
+
+    # Steps on a device
+
+    def begin_queued_step(self) -> None:
+        """A local step is about to be queued; shared steps have a clock of their own."""
+        if self._has_shared and self._clocks is not None:
+            self._clocks.local.restart()
+            self._has_shared = False
+
+    def queued_step(self, *, is_steady: bool) -> None:
+        """A local step was queued; returns when there is room for the next."""
+        if self._clocks is not None:
+            self._clocks.local.stepped(is_steady=is_steady)
+
+    def mark(self) -> None:
+        """The next of the four moments of a shared step was queued: start, gradient, average, update."""
+        assert self._clocks is not None
+        self._clocks.shared.mark()
+
+    def ended_queued_shared_step(self, samples: int, *, is_steady: bool) -> None:
+        """Wait for the last of the four. The first shared step warms the device up and says nothing about speed."""
+        assert self._clocks is not None
+        measured = self._clocks.shared.measured()
+        self.took_gradient(samples, measured.compute_s, is_steady=self._has_shared and is_steady)
+        self._has_shared = True
+        self._window.exposed_s = measured.exposed_s
+        self._recorder.activity.move("compute", "average", measured.exposed_s)
+
+    def restart_clocks(self) -> None:
+        """The next step follows no other step: time begins anew."""
+        if self._clocks is not None:
+            self._clocks.restart()
+
+    # Windows and averages
+
+    @property
+    def window_samples(self) -> int:
+        """Samples since the last average."""
+        return self._window.samples
+
+    def facts(
+        self, *, loss: tuple[float, int], is_dry: bool, wants_stop: bool, wants_pause: bool, wants_layout: bool = False
+    ) -> list[float]:
+        """What the next average tells all ranks of this one's window; the counters of the window start again."""
+        return self._window.facts(
+            loss=loss, is_dry=is_dry, wants_stop=wants_stop, wants_pause=wants_pause, wants_layout=wants_layout
+        )
+
+    @contextlib.contextmanager
+    def gap(self) -> Iterator[None]:
+        """Around work that is no step and takes time from the compute path."""
+        if self._clocks is not None:
+            with self._clocks.local.gap():
+                yield
+            return
+        started_s = time.perf_counter()
+        yield
+        self._window.exposed_s += time.perf_counter() - started_s
+
+    def wait_for_device(self, wait: Callable[[], None]) -> None:
+        """Kernels run behind the host: the window's time ends when they do."""
+        started_s = time.perf_counter()
+        wait()
+        waited_s = time.perf_counter() - started_s
+        self._window.compute_s += waited_s
+        self._window_log.waited_for_device(waited_s)
+
+    def end_window(self, number: int) -> None:
+        """The steps of a window are over."""
+        if self._clocks is not None:
+            measured = self._clocks.local.measure(self._window.batches)
+            self._window.compute_s = measured.compute_s
+            self._window.exposed_s += measured.exposed_s
+            self._window.setup_s += measured.setup_s
+            self._window.busy_s += measured.slowed_s
+        self._window_log.end(number)
+
+    def end_log(self) -> None:
+        """No average follows the steps so far."""
+        self._window_log.end()
+
+    def took_average(self, seconds: float) -> None:
+        """A blocking average of parameters took this long."""
+        self._window.exposed_s = seconds
+        if self._clocks is not None:
+            self._clocks.local.restart()
+
+    def began(self) -> None:
+        """An average is under way in the background."""
+        if self._clocks is not None:
+            self._clocks.local.average_began()
+
+    def took_in(self, *, waited_ms: float, average_ms: float, busy_ms: float) -> None:
+        """An average in the background was applied; `waited_ms` are part of the gap around that."""
+        self._window.waited_s += waited_ms / 1e3
+        self._window.average_s = average_ms / 1e3
+        self._window.busy_s = busy_ms / 1e3
+        if self._clocks is not None:
+            self._clocks.local.average_ended()
+
+    def set_exposed(self, seconds: float) -> None:
+        """The last average of gradients kept this rank from computing for so long."""
+        self._window.exposed_s = seconds
+
+    def add_exposed(self, seconds: float) -> None:
+        """The same for what comes on top of it before the next step."""
+        self._window.exposed_s += seconds
+
+    def rested(self, seconds: float, *, elapsed_s: float) -> None:
+        """Of the time up to a meeting this rank had nothing to do for `seconds`."""
+        self._window.exposed_s = elapsed_s - seconds
+        self._account.wait_s += seconds
+        self._recorder.wait("rest", seconds)
+        self._has_shared = False
+        self.restart_clocks()
+
+    def charge(self, report: AverageReport, *, is_blocking: bool, is_average: bool) -> float:
+        """Take in what the ranks told of the average before this one; how long this rank waited in it, in s."""
+        before_s = self._account.wait_s
+        self._account.averages += is_average
+        self._account.charge(report, self._rank, is_blocking=is_blocking)
+        return self._account.wait_s - before_s

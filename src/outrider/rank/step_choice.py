@@ -1,0 +1,80 @@
+"""Chooses, before training, the memory format of a rank's model and how its step runs.
+
+Decides which samples are tried. `replica` makes the choices, which go to the timeline with their reasons. Called once
+per rank, at set-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from outrider.data.feed import Feed
+from outrider.data.order import in_order
+from outrider.data.packed_batch import PackedBatch, packed_batch_of
+from outrider.policy.effects import Batch, Decision
+from outrider.replica.execution import choose_execution
+from outrider.replica.micro_batch_search import find_micro_batch
+from outrider.replica.replica import Replica
+from outrider.replica.trial_steps import FormatChoice, agree, choose_memory_format
+from outrider.timeline.recorder import Recorder
+from outrider.world.world import World
+
+# On two slices of a GPU ResNet-34 stood still in channels_last, and never in the model's own format (docs/log.md). Most
+# likely cuDNN's BatchNorm for channels_last waits inside its kernel for multiprocessors that neighbours hold.
+_ON_A_SLICE = FormatChoice(
+    value="contiguous", reason="on a slice, kernels of channels_last can wait for ever for what its neighbours hold"
+)
+
+_FORMAT_SAMPLES = 8
+"""Enough to see whether a step works, and few enough to fit any device."""
+
+
+def agree_on_format(replica: Replica, feed: Feed, *, world: World, devices: Sequence[str], recorder: Recorder) -> None:
+    """Choose one memory format for all ranks, whose flat arenas are summed. Only worlds with CUDA devices gain."""
+    if replica.recipe.memory_format != "auto" or not any(name.startswith("cuda") for name in devices):
+        return
+    if world.spec.share is None:
+        mine = choose_memory_format(replica, _first_batch(replica, feed, at_most=_FORMAT_SAMPLES).batch())
+    else:
+        mine = _ON_A_SLICE
+    told = world.exchange_json(asdict(mine), name="memory formats")
+    choice = agree([FormatChoice(**fields) for fields in told])
+    if choice.value == "channels_last":
+        replica.use_channels_last()
+    if world.rank == 0:
+        recorder.event("memory format", value=choice.value, reason=choice.reason)
+
+
+def fit_micro_batch(replica: Replica, feed: Feed, *, recorder: Recorder) -> None:
+    """Find the largest micro-batch that fits; not where a size was given or remembered, and not on a host.
+
+    A host has no limit of its own to try: it swaps, or its kernel ends processes.
+    """
+    if replica.device.type != "cuda" or replica.micro_batches.limit is not None:
+        return
+    samples = _num_first(replica, feed)
+    found = find_micro_batch(replica, _first_batch(replica, feed).batch(), samples=samples)
+    if found is not None:
+        recorder.event(found.kind, value=found.value, reason=found.reason, **found.details)
+
+
+def decide_execution(replica: Replica, feed: Feed, *, recorder: Recorder) -> None:
+    """Choose eager, compiled or captured steps for this rank, and record why."""
+
+    def record(decision: Decision) -> None:
+        recorder.event(decision.kind, value=decision.value, reason=decision.reason, **decision.details)
+
+    samples = _num_first(replica, feed)
+    record(choose_execution(replica, lambda: _first_batch(replica, feed), samples=samples, on_decision=record))
+
+
+def _num_first(replica: Replica, feed: Feed) -> int:
+    return min(replica.batch_size, feed.num_samples)
+
+
+def _first_batch(replica: Replica, feed: Feed, *, at_most: int | None = None) -> PackedBatch:
+    """Samples to try the step on; they come again in the first epoch."""
+    feed.start_epoch(in_order(feed.num_samples), 0)
+    samples = _num_first(replica, feed)
+    return packed_batch_of(feed, Batch(0, samples if at_most is None else min(at_most, samples)))

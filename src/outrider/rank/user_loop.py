@@ -1,0 +1,362 @@
+"""The step source of a session: gives the batches of a policy's steps to the user's loop, and answers the policy.
+
+Decides what a batch, a break and a shared gradient mean in a user's loop. The policy decides the order of effects, the
+driver averages. Used by `SessionRun`, one pass over a data set after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from outrider import faults
+from outrider.average.rank_facts import Settled
+from outrider.errors import ConfigError
+from outrider.policy.effects import AverageReport, Batch, Lease, SharedStep, Step
+from outrider.policy.position_ranges import union
+from outrider.rank.averaged_gradients import AveragedGradients
+from outrider.rank.driver import Driver, Segment, StepEffects
+from outrider.rank.window import later_facts, ordinals
+from outrider.replica.loop_replica import LoopReplica, refuse_step
+
+BORROWED = 2
+"""Samples that a rank without any computes on, for nothing: it must take the same way through the user's code."""
+_MOST_FRAMES = 12
+
+
+class UserLoop:
+    """One rank's part of the user's loop; `next_batch` until it gives None, or `leave` at any time."""
+
+    def __init__(self, driver: Driver, replica: LoopReplica) -> None:
+        self._driver = driver
+        self._meter = driver.meter
+        self._replica = replica
+        self.is_leaving = False
+        self.is_inside = False
+        """Whether the user has a batch in hand."""
+        self.samples = 0
+        """Of the batch in hand; 0 for one that is borrowed."""
+        self.unit = 1
+        """Samples of all ranks in a shared step."""
+        self._least = 1
+        self._done: list[Lease] = []
+        """What this rank has used of the segment; of shared steps its own part."""
+        self._steps: StepEffects | None = None
+        self._effect: Step | SharedStep | None = None
+        self._started_s = 0.0
+        self._paused_s = 0.0
+        self._shared: Settled | None = None
+        self._num_shared = 0
+        """Averages of gradients with the batch in hand."""
+        self._gradients = AveragedGradients()
+        self._keeps_gradients = False
+        """Whether the user asked that backward leaves gradients to this rank for now."""
+        self._has_stepped = self._is_following = False
+        self._did: list[torch.optim.Optimizer | None] = []
+        self._habit: list[torch.optim.Optimizer | None] = []
+        """What the user did with the last batch, in order: an average of gradients (None) or a step of an optimizer."""
+        self._settled: list[torch.optim.Optimizer] = []
+        """Optimizers of a GradScaler whose gradients are averaged already."""
+        replica.before_step = self._before_step
+        if replica.scaler is not None:
+            replica.scaler.average = self._average_unscaled
+            replica.scaler.on_skipped = self._stepped_none
+
+    @property
+    def is_open(self) -> bool:
+        return self._steps is not None
+
+    def open(self, segment: Segment) -> None:
+        """Begin a segment; all ranks do."""
+        assert self._steps is None, "one segment at a time"
+        self.is_leaving = False
+        self._done, self._least = [], min(2, segment.batch_size)
+        self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
+        self._replica.losses.open_pass()
+        self._steps = self._driver.steps(segment)
+
+    def next_batch(self) -> Any | None:
+        """Close the accounting on the last batch and fetch the next; None at the end of the pass."""
+        effect = self._advance(self._finish() if self._effect is not None else None)
+        return None if effect is None else self._hand_out(effect)
+
+    def leave(self) -> None:
+        """End the pass before its time: this rank computes no more, and the others end at their next average."""
+        if self._steps is None:
+            return
+        self.is_leaving = True
+        report = self._abandon() if self._effect is not None else None
+        while (effect := self._advance(report)) is not None:
+            report = self._answer_empty(effect) if isinstance(effect, SharedStep) else None
+
+    def pause(self, seconds: float) -> None:
+        """Time that the user's batch took for something else than training."""
+        self._paused_s += seconds
+
+    def positions_used(self) -> tuple[Lease, ...]:
+        """The positions of the segment that this rank has used, with the batch in hand: of a shared one all of it."""
+        return union(self._done if self._effect is None else [*self._done, self._in_hand(self._effect)])
+
+    def _in_hand(self, effect: Step | SharedStep) -> Lease:
+        if isinstance(effect, Step):
+            return Lease(effect.batch.start, effect.batch.count)
+        rest = Lease(effect.at, self._driver.span.stop - effect.at)
+        whole = next(rest.batches(self.unit, least=self._least))
+        return Lease(whole.start, whole.count)
+
+    def _count_done(self, batch: Batch) -> None:
+        used = Lease(batch.start, batch.count)
+        if self._done and self._done[-1].stop == used.start:
+            used = Lease(self._done[-1].start, self._done.pop().count + used.count)
+        self._done.append(used)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the batch in hand is part of a step that all ranks take together."""
+        return isinstance(self._effect, SharedStep)
+
+    def share_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients of a shared step before the optimizer steps: the caller clips or reads their mean."""
+        if self.is_inside and self.is_shared and not self._gradients.has(optimizer):
+            self._share_whole()
+
+    # From effect to effect
+
+    def _advance(self, report: AverageReport | None) -> Step | SharedStep | None:
+        assert self._steps is not None
+        try:
+            return self._steps.send(report)
+        except StopIteration:
+            self._steps = None
+            return None
+
+    def _hand_out(self, effect: Step | SharedStep) -> Any:
+        self._take_up(effect, samples=effect.batch.count)
+        self._replica.counts.saw_batch()
+        self._replica.losses.saw_batch()
+        data = self._driver.fetch(effect.batch if self.samples else self._borrowed(effect))
+        faults.reach("compute")
+        self.is_inside = True
+        return data
+
+    def _take_up(self, effect: Step | SharedStep, *, samples: int) -> None:
+        self._effect = effect
+        self.samples = samples
+        self._replica.at = self._driver.seen + effect.at
+        self._shared, self._num_shared, self._did, self._settled = None, 0, [], []
+        self._has_stepped = False
+        self._gradients.forget()
+        self._started_s, self._paused_s = time.perf_counter(), 0.0
+        self._meter.start_compute()
+
+    def _borrowed(self, effect: Step | SharedStep) -> Batch:
+        start = min(effect.at, self._driver.num_samples - BORROWED)
+        return Batch(max(0, start), min(BORROWED, self._driver.num_samples))
+
+    def _finish(self) -> AverageReport | None:
+        """The user asked for the next batch: this one is done."""
+        effect = self._effect
+        assert effect is not None
+        self._habit = self._did
+        self._count_done(effect.batch)
+        if isinstance(effect, Step):
+            self._meter.stop_compute()
+            self._driver.ended_step(self.samples, self._lap_s())
+            self._put_down()
+            return None
+        if self._shared is None:
+            # Gradients that the user goes on to accumulate: their mean over ranks is as good a base as their own, and
+            # exact where the shares of the next batch are others.
+            self._share_accumulated()
+        return self._conclude_shared()
+
+    def _abandon(self) -> AverageReport | None:
+        """The user left in the middle of a batch."""
+        if self._effect is not None and (self._has_stepped or self._shared is not None):
+            self._count_done(self._effect.batch)
+        if isinstance(self._effect, Step):
+            self._meter.stop_compute()
+            self._driver.ended_step(self.samples if self._has_stepped else 0, self._lap_s())
+            self._put_down()
+            return None
+        missing = self._habit[len(self._did) :] if self._did or self._shared is None else []
+        taken = self.samples if self._shared is not None else 0
+        self.samples = 0
+        self._step_empty(missing)
+        self.samples = taken
+        return self._conclude_shared()
+
+    def _answer_empty(self, effect: SharedStep) -> AverageReport:
+        """Take part in a shared step without samples, as often as the others do."""
+        self._take_up(effect, samples=0)
+        self.is_inside = True
+        self._step_empty(self._habit)
+        return self._conclude_shared()
+
+    def _step_empty(self, missing: list[torch.optim.Optimizer | None]) -> None:
+        """Do what the other ranks are about to do, without samples."""
+        self._is_following = True
+        for optimizer in missing:
+            if optimizer is None:
+                self._replica.zero_gradients()
+                self._share(0)
+            else:
+                self._replica.step(optimizer)
+        self._is_following = False
+        self._replica.zero_gradients()
+        if self._shared is None:
+            self._share(0)
+
+    def _conclude_shared(self) -> AverageReport:
+        assert self._shared is not None
+        self._meter.stop_compute()
+        self._meter.took_update(self._lap_s())
+        self._put_down()
+        return self._driver.ended_shared_step(self.samples, self._shared)
+
+    def _put_down(self) -> None:
+        self._effect, self.is_inside = None, False
+
+    # What happens at the user's backward and optimizer.step()
+
+    @contextlib.contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Inside, backward leaves gradients to this rank: they are averaged by the next one outside, or the step."""
+        before, self._keeps_gradients = self._keeps_gradients, True
+        try:
+            yield
+        finally:
+            self._keeps_gradients = before
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run a backward pass; of a shared step it leaves the mean gradient of all ranks, as DDP does."""
+        replica, averages = self._replica, self._driver.averages
+        # Scaled gradients are averaged when they are unscaled: ranks may have different scales.
+        is_shared = isinstance(self._effect, SharedStep) and not (self._keeps_gradients or replica.scales_gradients)
+        with averages.overlapped(self.samples) if is_shared else contextlib.nullcontext():
+            replica.backward(loss)
+        replica.saw_loss(loss, self.samples)
+        self._gradients.forget()
+        if is_shared:
+            self._share_whole()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.is_inside:
+            refuse_step(optimizer)
+        _refuse_unprepared_scaler(self._replica)
+        if optimizer in self._settled:
+            self._settled.remove(optimizer)
+        elif isinstance(self._effect, SharedStep) and not self._is_following and not self._gradients.has(optimizer):
+            self._share_whole()
+        self._driver.averages.saw_gradients()
+        # Of a shared step the gradient of the whole batch is clipped, as on one device.
+        self._replica.clip(optimizer)
+        self._gradients.saw_step(self._replica.optimizers)
+        self._did.append(optimizer)
+        self._has_stepped = True
+
+    def _share_whole(self) -> None:
+        """Average gradients that an optimizer is to step with."""
+        settled = self._share(self.samples)
+        self._did.append(None)
+        self._gradients.saw_average()
+        self._driver.averages.refuse_not_finite(settled, step=self._replica.steps)
+
+    def _average_unscaled(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        """What a prepared GradScaler asks before it decides about a step; None where it decides for itself."""
+        if not (self.is_inside and isinstance(self._effect, SharedStep)):
+            return None
+        settled = self._share(self.samples)
+        self._settled.append(optimizer)
+        return bool(settled.not_finite) if len(settled.facts) > 1 else None
+
+    def _stepped_none(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler skipped the step, on all ranks if the step is shared."""
+        self._did.append(optimizer)
+        self._has_stepped = True
+        self._replica.saw_step(optimizer)
+        if optimizer in self._settled:
+            self._settled.remove(optimizer)
+
+    def _share_accumulated(self) -> None:
+        scaler = self._replica.scaler
+        if scaler is None or not scaler.is_enabled:
+            settled = self._share(self.samples)
+            # Now the rank is known whose gradient it was; after the next batch all ranks would have it.
+            self._driver.averages.refuse_not_finite(settled, step=self._replica.steps)
+            return
+        with scaler.unscaled(self._replica.arena.parameters):
+            self._share(self.samples)
+
+    def _share(self, samples: int) -> Settled:
+        """Average the gradients of all ranks; only the first time in a batch carries what the policy learns from."""
+        driver, meter = self._driver, self._meter
+        driver.averages.wait_for_device()
+        meter.stop_compute()
+        computed_s = self._lap_s()
+        is_first = self._shared is None
+        if is_first:
+            meter.took_gradient(samples, computed_s)
+            driver.join_shared_average()
+        else:
+            driver.activity.enter("average")
+        driver.averages.average_gradients(samples, driver.facts() if is_first else later_facts(self._num_shared))
+        settled = driver.averages.gradient_facts()
+        _refuse_other_numbers(ordinals(settled.facts))
+        self._num_shared += 1
+        exposed_s = self._lap_s()
+        driver.activity.enter("compute")
+        if is_first:
+            self._shared = settled
+            meter.set_exposed(exposed_s)
+        else:
+            meter.took_update(computed_s)
+            meter.add_exposed(exposed_s)
+        meter.start_compute()
+        return settled
+
+    def _lap_s(self) -> float:
+        """Seconds since the last lap, without pauses."""
+        now_s = time.perf_counter()
+        lap_s = now_s - self._started_s - self._paused_s
+        self._started_s, self._paused_s = now_s, 0.0
+        return lap_s
+
+
+def _refuse_other_numbers(before: list[int]) -> None:
+    """Raise on all ranks where some average gradients once more for a batch, and others for the next batch."""
+    if len(set(before)) > 1:
+        more, fewer = before.index(max(before)), before.index(min(before))
+        raise ConfigError(
+            f"rank {more} has averaged the gradients of its batch {before[more]} times before, rank {fewer} "
+            f"{before[fewer]} times: every backward() of a shared step averages, so ranks must call it equally often",
+            hint="cut a batch into pieces inside `with s.no_sync():`, and call s.optimizer_step() after that",
+        )
+
+
+def _refuse_unprepared_scaler(replica: LoopReplica) -> None:
+    """Raise if a GradScaler that the session does not know calls the optimizer."""
+    if replica.scaler is None and _is_in_grad_scaler():
+        raise ConfigError(
+            "a GradScaler stepped a prepared optimizer, but was not given to prepare(): it would decide about a step "
+            "before gradients are averaged",
+            hint="call model, optimizer, scaler = s.prepare(model, optimizer, scaler)",
+        )
+
+
+def _is_in_grad_scaler() -> bool:
+    """Whether a GradScaler of torch called the optimizer; it is a few frames above, or not at all."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+        frame = frame.f_back
+    return False

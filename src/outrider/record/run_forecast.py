@@ -1,0 +1,110 @@
+"""The forecast of a run beside what it measured: the receipt of `outrider advise`.
+
+Decides where forecasts are kept, which one belongs to a run, and how the error is counted. `outrider advise` keeps
+them; the record of every run has the newest one that matches it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from outrider.record.run_folder import RunFolder, make_folder, write_text
+
+FORECAST = "forecast.json"
+ADVICE = Path("runs") / "advice"
+"""Below the working folder, beside the runs."""
+SPEED_OPTIONS = (
+    "batch_size",
+    "accumulate",
+    "micro_batch",
+    "precision",
+    "execution",
+    "memory_format",
+    "fused_optimizer",
+    "tf32",
+    "workers",
+    "resident",
+    "threads_per_rank",
+    "wire",
+    "verify",
+    "average_optimizer",
+    "backend",
+)
+"""A forecast is for runs in which these are the same."""
+
+
+def keep_advice(document: Mapping[str, Any], *, folder: Path | None = None) -> Path:
+    """Keep the forecasts of `outrider advise` for later runs in this working folder."""
+    parent = folder or Path.cwd() / ADVICE
+    make_folder(parent)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    path = parent / f"{stamp}.json"
+    write_text(path, json.dumps(document, separators=(",", ":"), default=str) + "\n")
+    return path
+
+
+def find_forecast(run: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, Any] | None:
+    """The newest forecast for a run, described by policy, devices, num_samples, parameters and options."""
+    for path in sorted((folder or Path.cwd() / ADVICE).glob("*.json"), reverse=True):
+        document = _read(path)
+        if document is None or not _is_for(document, run):
+            continue
+        cell = _cell(document["forecasts"], run["policy"], run["devices"])
+        if cell is not None:
+            return {"advice": str(path), **cell}
+    return None
+
+
+def open_receipt(folder: RunFolder, run: Mapping[str, Any]) -> None:
+    """At the start of a run: keep its forecast in its folder, where one is known."""
+    forecast = find_forecast(run)
+    if forecast is not None:
+        folder.write_json(FORECAST, forecast)
+    else:
+        # That of an earlier run in this folder is not for this one.
+        (folder.path / FORECAST).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A file that cannot be read is no forecast: it must not keep a run from training."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    needed = ("workload", "forecasts", "parameters")
+    return document if isinstance(document, dict) and all(name in document for name in needed) else None
+
+
+def _is_for(document: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    work = document["workload"]
+    # Both as JSON has them, in which there are no tuples.
+    mine, theirs = json.loads(json.dumps(dict(run["options"]), default=str)), work["options"]
+    return (
+        document["parameters"] == run["parameters"]
+        and work["num_samples"] == run["num_samples"]
+        and all(mine.get(name) == theirs.get(name) for name in SPEED_OPTIONS)
+    )
+
+
+def _cell(cells: Sequence[dict[str, Any]], policy: str, devices: Sequence[str]) -> dict[str, Any] | None:
+    """One device is forecast once, for all policies."""
+    names = list(devices)
+    return next((c for c in cells if c["devices"] == names and (c["policy"] == policy or len(names) == 1)), None)
+
+
+def receipt(folder: RunFolder, totals: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The forecast of a run beside what it measured; None for a run without one."""
+    forecast = folder.read_json(FORECAST)
+    if forecast is None:
+        return None
+    expected, measured = forecast["samples_per_s"], totals["samples_per_s"]
+    return {
+        "advice": forecast["advice"],
+        "samples_per_s": expected,
+        "measured_samples_per_s": measured,
+        "error": None if not measured else expected / measured - 1,
+    }

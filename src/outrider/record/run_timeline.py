@@ -1,0 +1,23 @@
+"""Writes the timeline files of a run that has ended, in whatever way; they never make a run fail.
+
+Called by whoever ends a run: the handle, a session, or the starter of a script's ranks, after the record.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from outrider.errors import DataError
+from outrider.timeline.exports import complete_run
+from outrider.timeline.sampler import Sampler
+
+_NO_TIMELINE = "outrider: the run in {folder} is complete, its timeline is not: {error}"
+
+
+def complete_timeline(folder: Path, sampler: Sampler | None = None) -> None:
+    """Write the timeline files after model and record; a full disk does not make the run fail here."""
+    try:
+        complete_run(folder, sampler)
+    except DataError as error:
+        print(_NO_TIMELINE.format(folder=folder, error=error), file=sys.stderr)

@@ -1,0 +1,29 @@
+"""Says what a run changes about learning: a scaled learning rate, or an outer step that the user did not write.
+
+Decides the wording only. The ranks tell it at the start of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from outrider.replica.averaging_compensation import Compensation
+
+_KINDS = {"nesterov": "Nesterov", "slowmo": "SlowMo"}
+
+
+def learning_words(compensation: Compensation, *, lr_scale: float | Literal["auto"]) -> str | None:
+    """What is changed, and how to switch it off; None if the user's learning rate and steps are all there is."""
+    if compensation.follows_ranks:
+        return "learning rate scaled by the effective number of ranks (lr_scale=1.0: off)"
+    changes = []
+    if lr_scale not in ("auto", 1.0):
+        changes.append(f"learning rate x {lr_scale:g}")
+    if compensation.outer.kind != "none":
+        changes.append(f'outer {_KINDS[compensation.outer.kind]} step (outer="none": off)')
+    return ", ".join(changes) or None
+
+
+def joined_words(*parts: str | None) -> str | None:
+    """Parts of the line at the start of a run; None without any."""
+    return "; ".join(part for part in parts if part) or None

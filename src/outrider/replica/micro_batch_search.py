@@ -1,0 +1,99 @@
+"""Finds the largest micro-batch that fits the memory of a device, by trial steps that are put back afterwards.
+
+Decides which sizes are tried: the whole batch, then halves of it until one fits, then sizes between that and the last
+that did not. A margin stays free, for fragments and for batches whose samples are larger. Called once per rank, before
+training, where `micro_batch` is "auto" and the device says when its memory runs out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.policy.effects import Decision
+from outrider.replica.gradient_accumulation import first_samples
+from outrider.replica.logged_scalars import LoggedScalars
+from outrider.replica.loss_sums import LossSums
+from outrider.replica.micro_batches import MicroBatches
+from outrider.replica.out_of_memory import free_memory, is_out_of_memory
+from outrider.replica.replica import Replica
+from outrider.replica.snapshot import Snapshot
+
+MARGIN = 0.1
+"""Part of the largest micro-batch that is left free."""
+PRECISION = 8
+"""The search ends when the range is smaller than this part of the size that fits."""
+
+
+def find_micro_batch(replica: Replica, batch: Any, *, samples: int) -> Decision | None:
+    """Set the replica's limit; None if whole batches fit. What fails for other reasons fails in training too."""
+    largest = replica.micro_batches.counts(samples)[0]
+    trial = _Trial(replica, batch, samples=samples)
+    try:
+        trial.warm_up()
+        if trial.fits(largest) is not False:
+            return None
+        fitting, failing = _halved(trial, largest)
+        limit = _between(trial, fitting, failing)
+    finally:
+        trial.put_back()
+    replica.micro_batches.limit = max(1, limit - int(limit * MARGIN))
+    size = replica.micro_batches.counts(samples)[0]
+    reason = f"{limit} of {samples} samples fit at once, less a margin; a batch is computed in equal parts"
+    return Decision("micro-batch", size, reason, {"largest": limit})
+
+
+def _halved(trial: _Trial, samples: int) -> tuple[int, int]:
+    """A size that fits and one that does not."""
+    failing = samples
+    while failing > 1 and not trial.fits(failing // 2):
+        failing //= 2
+    return max(1, failing // 2), failing
+
+
+def _between(trial: _Trial, fitting: int, failing: int) -> int:
+    """The largest size found to fit between one that fits and one that does not."""
+    while failing - fitting > max(1, fitting // PRECISION):
+        middle = (fitting + failing) // 2
+        if trial.fits(middle):
+            fitting = middle
+        else:
+            failing = middle
+    return fitting
+
+
+class _Trial:
+    """Gradients of one replica at several sizes; loss sums and logged scalars of the trials are thrown away."""
+
+    def __init__(self, replica: Replica, batch: Any, *, samples: int) -> None:
+        self._replica = replica
+        self._batch = batch
+        self._samples = samples
+        self._snapshot = Snapshot(replica)
+        self._kept = (replica.loss_sums, replica.logged_scalars)
+        self._micro_batches, replica.micro_batches = replica.micro_batches, MicroBatches()
+        replica.loss_sums, replica.logged_scalars = LossSums(replica.device), LoggedScalars()
+
+    def warm_up(self) -> None:
+        """One update, so that the optimizer's state takes its memory in the trials as in training."""
+        if self.fits(min(2, self._samples)):
+            self._replica.update(at=0)
+
+    def fits(self, size: int) -> bool | None:
+        """None if the step fails for another reason: at the size of training the first step reports it."""
+        try:
+            self._replica.optimizer.zero_grad(set_to_none=True)
+            batch = first_samples(self._batch, size, samples=self._samples)
+            self._replica.compute_gradient(batch, samples=size)
+            return True
+        except OutriderError as error:
+            found = False if is_out_of_memory(error) else None
+        # The exception is gone here, and with it the frames that held the activations.
+        free_memory(self._replica.device)
+        return found
+
+    def put_back(self) -> None:
+        self._replica.loss_sums, self._replica.logged_scalars = self._kept
+        self._replica.micro_batches = self._micro_batches
+        self._snapshot.restore()
+        free_memory(self._replica.device)

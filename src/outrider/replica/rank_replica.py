@@ -1,0 +1,75 @@
+"""What the life of a rank needs of a replica, whoever takes its steps.
+
+`Replica` takes its own steps, eagerly, compiled or captured. In a `LoopReplica` the user's loop takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from outrider.average.arena import Arena
+from outrider.replica.averaging_compensation import Compensation
+from outrider.replica.finite import FiniteCheck
+from outrider.replica.logged_scalars import LoggedScalars
+from outrider.replica.loss_sums import LossSums
+from outrider.replica.recipe import LoopRecipe
+
+
+class RankReplica(Protocol):
+    """Model, optimizers and schedules of one rank."""
+
+    device: torch.device
+    rank: int
+    name: str
+    model: nn.Module
+    arena: Arena
+    finite: FiniteCheck
+    compensation: Compensation
+    loss_sums: LossSums
+    logged_scalars: LoggedScalars
+    steps: int
+
+    @property
+    def recipe(self) -> LoopRecipe: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether gradients may be summed while the backward pass is still at work on others."""
+        ...
+
+    def saw_ranks(self, effective_ranks: float) -> None: ...
+
+    def follow_schedule(self, at: int) -> None: ...
+
+    def check_loss(self) -> None: ...
+
+    def check_finite(self) -> None: ...
+
+    def watch_loss(self) -> None: ...
+
+    def lay_out(self, *, changing: Collection[str], trained: Collection[str] | None) -> None: ...
+
+    def forget_captures(self) -> None: ...
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that must be the same for a resumed run to make sense."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What this rank alone knows, for a checkpoint."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...

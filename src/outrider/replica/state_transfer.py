@@ -1,0 +1,112 @@
+"""Transfers the state of one replica to another besides parameters: optimizer state and number of steps.
+
+Writes existing tensors in place, because captured steps contain their addresses. Called after one rank has trained
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from outrider.replica.capturable_optimizer import OptimizerForm
+from outrider.replica.portable_state import State, TensorForm, read_manifest, write_manifest
+from outrider.replica.rank_replica import RankReplica
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """The transferred state: steps, a manifest, and the tensors in the order of the manifest."""
+
+    steps: int
+    manifest: bytes
+    tensors: Sequence[Tensor]
+
+
+def pack(replica: RankReplica) -> Cargo:
+    """All state that steps change besides parameters, buffers and the schedule, which is a function of samples."""
+    state: State = replica.optimizer.state_dict()["state"]
+    return Cargo(replica.steps, write_manifest(state), _tensors(state))
+
+
+def places(replica: RankReplica, manifest: bytes) -> list[Tensor]:
+    """The destinations of a manifest's tensors: existing tensors, or new ones if the replica's state differs."""
+    told = read_manifest(manifest)
+    if _has_place(replica.optimizer, told):
+        return [own[key] for own, entry in _pairs(replica.optimizer, told) for key in entry if _is_tensor(entry[key])]
+    return [torch.empty_strided(form.shape, form.stride, dtype=form.dtype) for form in _tensors(told)]
+
+
+@torch.no_grad()
+def take_over(replica: RankReplica, cargo: Cargo, *, at: int) -> None:
+    """Apply the state as if this replica had taken the steps; `at` is the world's samples at the last step."""
+    state = _filled(read_manifest(cargo.manifest), cargo.tensors)
+    if _has_place(replica.optimizer, state):
+        _write(replica.optimizer, state)
+    else:
+        _replace(replica, state)
+    replica.follow_schedule(at)
+    replica.steps = cargo.steps
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor | TensorForm)
+
+
+def _tensors(state: State) -> list[Any]:
+    """All tensors, or their forms, in the order of the manifest."""
+    return [leaf for leaf in tree_leaves(state) if _is_tensor(leaf)]
+
+
+def _filled(state: State, tensors: Sequence[Tensor]) -> State:
+    """The same state with tensors in place of their forms."""
+    assert len(_tensors(state)) == len(tensors), "every tensor of a manifest travels with it"
+    rest = iter(tensors)
+    filled: State = tree_map(lambda leaf: next(rest) if _is_tensor(leaf) else leaf, state)
+    return filled
+
+
+def _pairs(optimizer: torch.optim.Optimizer, told: State) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of the optimizer's existing state of a parameter and the received state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(optimizer.state.get(parameters[number], {}), entry) for number, entry in told.items()]
+
+
+def _has_place(optimizer: torch.optim.Optimizer, told: State) -> bool:
+    """Whether all tensors can be written in place; tensors inside lists and dicts are replaced."""
+    num_outermost = sum(_is_tensor(value) for entry in told.values() for value in entry.values())
+    if num_outermost != len(_tensors(told)):
+        return False
+    return all(_shape(own) == _shape(entry) for own, entry in _pairs(optimizer, told))
+
+
+def _write(optimizer: torch.optim.Optimizer, told: State) -> None:
+    """Copy in place, unless the values were received in place."""
+    for own, entry in _pairs(optimizer, told):
+        for key, value in entry.items():
+            if not isinstance(value, Tensor):
+                own[key] = value
+            elif own[key] is not value:
+                own[key].copy_(value)
+
+
+def _shape(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: (value.shape, value.dtype) if _is_tensor(value) else None for key, value in state.items()}
+
+
+def _replace(replica: RankReplica, told: State) -> None:
+    optimizer = replica.optimizer
+    form = OptimizerForm(optimizer)
+    # Loading may keep a reference to a tensor, which may belong to another replica.
+    own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, told)
+    optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
+    # torch treats strings as lists and would load something else.
+    for loaded, entry in _pairs(optimizer, told):
+        loaded.update({key: value for key, value in entry.items() if not any(map(_is_tensor, tree_leaves(value)))})
+    form.restore()
+    replica.forget_captures()

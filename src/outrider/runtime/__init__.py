@@ -1,1 +1,0 @@
-"""Real ranks on real devices: world, launch, the rank driver, checkpoints."""

@@ -1,0 +1,4 @@
+"""The key-value store of a run on one host: server process, client and protocol, private to the user.
+
+Decides how keys are stored, waited for and protected. Called by `world`.
+"""

@@ -1,0 +1,84 @@
+"""Notices ranks that wait for each other at different places, which would otherwise end only with the timeout.
+
+A rank that waits for a while writes to the store where it is. If it finds another rank at a meeting that it has not
+reached itself, neither can go on: this happens where only some ranks call a method that all must call. Called by World.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+from outrider.world.rendezvous import await_keys
+from outrider.world.store import WatchedStore
+
+FIRST_TURN_S = 0.5
+"""Ranks that arrive sooner than this write nothing."""
+LONGEST_TURN_S = 4.0
+_HINT = (
+    "call the methods of a session on every rank and in the same order; under `if s.is_main:` use evaluate() instead "
+    "of evaluate_together()"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """A point that all ranks must reach: its place, how often ranks met there with this time, and what it is for."""
+
+    place: str
+    number: int
+    what: str
+
+    def key(self, rank: int) -> str:
+        return f"{self.place}/{self.number}/{rank}"
+
+
+def announce(store: WatchedStore, meeting: Meeting, *, rank: int) -> None:
+    """Tell the others that this rank goes to a meeting and to no other before it."""
+    store.set(_announcement(rank), json.dumps([meeting.place, meeting.number, meeting.what]))
+
+
+def await_all(
+    store: WatchedStore, meeting: Meeting, *, rank: int, world_size: int, reached: Mapping[str, int], limit_s: float
+) -> None:
+    """Wait until all ranks have come; `reached` has the last meeting of this rank at each place.
+
+    Raises a ConfigError at once where another rank waits elsewhere for this one.
+    """
+    keys = [meeting.key(other) for other in range(world_size)]
+    deadline_s = time.monotonic() + limit_s
+    turn_s = FIRST_TURN_S
+    while (left_s := deadline_s - time.monotonic()) > turn_s:
+        if store.are_set(keys, limit_s=turn_s):
+            return
+        announce(store, meeting, rank=rank)
+        for other, key in enumerate(keys):
+            crossing = None if store.check([key]) else _crossing(store, other, reached)
+            # It may have come and gone on while its announcement was read.
+            if crossing is not None and not store.check([key]):
+                raise _never_met({rank: meeting.what, other: crossing.what})
+        turn_s = min(2 * turn_s, LONGEST_TURN_S)
+    await_keys(store, keys, rank=rank, what=meeting.what, limit_s=max(left_s, 0.0), told_s=limit_s)
+
+
+def _crossing(store: WatchedStore, rank: int, reached: Mapping[str, int]) -> Meeting | None:
+    """Where another rank waits, if this rank has not been there."""
+    if not store.check([_announcement(rank)]):
+        return None
+    place, number, what = json.loads(store.get(_announcement(rank)))
+    # An announcement of a meeting that this rank has reached as well is an old one.
+    return None if number <= reached.get(place, 0) else Meeting(place=place, number=number, what=what)
+
+
+def _never_met(waits: Mapping[int, str]) -> ConfigError:
+    first, second = sorted(waits)
+    return ConfigError(
+        f"rank {first} waits for {waits[first]}, rank {second} for {waits[second]}: they would never meet", hint=_HINT
+    )
+
+
+def _announcement(rank: int) -> str:
+    return f"waits/{rank}"

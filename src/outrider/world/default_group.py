@@ -1,0 +1,116 @@
+"""torch's default process group: opened for a world, or adopted where the program has one already.
+
+Decides what an existing group says about rank, world size and store. Ray, Lightning, accelerate and users' own
+scripts leave such a group behind; it stays theirs, and is not destroyed here. Called by `api` and by World.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from outrider.errors import ConfigError
+from outrider.world.environment import Environment, adopted
+
+_LOOPBACK = "127.0.0.1"
+_SETTLE_S = 0.05
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def existing_ranks(variables: Mapping[str, str] = os.environ) -> Environment | None:
+    """The place of this process among ranks that exist already: those of a process group, or of a launcher."""
+    has_peers = dist.is_initialized() and dist.get_world_size() > 1
+    return environment_of_group(variables) if has_peers else adopted(variables)
+
+
+def environment_of_group(variables: Mapping[str, str] = os.environ) -> Environment:
+    """Rank, world size and hosts from the default group; all ranks call this, unless the variables tell the hosts."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if all(variables.get(name) for name in _LOCAL):
+        local_rank, local_world_size = (int(variables[name]) for name in _LOCAL)
+        hosts = [socket.gethostname()]
+    else:
+        hosts = _hosts(rank, world_size)
+        local_rank, local_world_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    is_one_host = local_world_size == world_size
+    return Environment(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=variables.get("MASTER_ADDR") or (_LOOPBACK if is_one_host else hosts[0]),
+        master_port=int(variables.get("MASTER_PORT") or 0),
+        has_store=True,
+        has_group=True,
+    )
+
+
+def _hosts(rank: int, world_size: int) -> list[str]:
+    """The host of each rank, told in the store of the group."""
+    store = PrefixStore("outrider/hosts", _get_default_store())
+    store.set(str(rank), socket.gethostname())
+    return [store.get(str(other)).decode() for other in range(world_size)]
+
+
+class DefaultGroup:
+    """The default group during a world, and the groups that are made beside it."""
+
+    def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._is_adopted = dist.is_initialized()
+        self._groups: list[dist.ProcessGroup] = []
+        if self._is_adopted:
+            self._check()
+
+    @property
+    def is_adopted(self) -> bool:
+        return self._is_adopted
+
+    def _check(self) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if (rank, world_size) != (self._rank, self._world_size):
+            raise ConfigError(
+                f"a process group exists in which this is rank {rank} of {world_size}, but this process was started as "
+                f"rank {self._rank} of {self._world_size}",
+                hint="call init_process_group with the RANK and WORLD_SIZE of the environment, or leave it out: the "
+                "session makes one",
+                rank=self._rank,
+            )
+
+    def open(self, store: Store) -> None:
+        """Make the default group in this store; only where none exists."""
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("gloo", store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=self._timeout,
+        )
+
+    def new(self, backend: str) -> dist.ProcessGroup:
+        """A new group of all ranks; all of them call this."""
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroy the groups of this world; an adopted default group is left to those who made it."""
+        # The destructor of a Gloo group joins its threads while it holds the GIL, and a thread that has just finished
+        # a collective needs the GIL to release it. So wait until the threads are idle.
+        time.sleep(_SETTLE_S)
+        groups, self._groups = self._groups, []
+        if not self._is_adopted:
+            dist.destroy_process_group()
+            return
+        for group in groups:
+            # Those that were aborted after an error are gone already.
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)

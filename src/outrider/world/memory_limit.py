@@ -1,0 +1,96 @@
+"""Holds a rank to the memory that its device spec allows, so that a large device can stand for a small one.
+
+On a CUDA device torch's allocator gets a limit; the CUDA context and the libraries of collectives come on top. On a CPU
+of a Linux host the kernel gets one, for what the process holds beyond its start. Called by World when a rank opens its
+device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from outrider.errors import DeviceError
+from outrider.machine.devices import DeviceSpec
+from outrider.machine.memory_size import memory_text
+
+
+def limit_memory(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
+    """Set the limit, if the spec has one; returns how to lift it."""
+    if spec.memory_bytes is None:
+        return lambda: None
+    return _limit_cuda(spec, rank=rank) if spec.kind == "cuda" else _limit_host(spec, rank=rank)
+
+
+def _limit_cuda(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
+    assert spec.memory_bytes is not None
+    _, total_bytes = torch.cuda.mem_get_info(spec.torch_name)
+    if spec.memory_bytes > total_bytes:
+        raise _too_much(spec, total_bytes, rank=rank)
+    torch.cuda.set_per_process_memory_fraction(spec.memory_bytes / total_bytes, spec.torch_name)
+    return lambda: torch.cuda.set_per_process_memory_fraction(1.0, spec.torch_name)
+
+
+def _limit_host(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
+    assert spec.memory_bytes is not None
+    if sys.platform != "linux":
+        raise DeviceError(
+            f"rank {rank} is to use {spec}, but memory of a CPU rank can be limited on Linux only",
+            hint=f"leave the limit out, or use ulimit in the shell: devices={spec.torch_name!r}",
+            rank=rank,
+        )
+    import resource
+
+    total_bytes = _number_in("/proc/meminfo", "MemTotal")
+    if spec.memory_bytes > total_bytes:
+        raise _too_much(spec, total_bytes, rank=rank)
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # Interpreter and torch are there already, and differ from one version to the next.
+    allowed = _number_in("/proc/self/status", "VmData") + spec.memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def available_memory(spec: DeviceSpec) -> int | None:
+    """Bytes that this rank may still take on its device; None where that is not known.
+
+    Without a limit, other processes take from the same.
+    """
+    if spec.kind == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(spec.torch_name)
+        allocated = torch.cuda.memory_allocated(spec.torch_name)
+        if spec.memory_bytes is not None:
+            return max(0, spec.memory_bytes - allocated)
+        # What torch holds in reserve is free to itself.
+        return free_bytes + torch.cuda.memory_reserved(spec.torch_name) - allocated
+    if spec.kind != "cpu":
+        return None
+    if spec.memory_bytes is not None and sys.platform == "linux":
+        import resource
+
+        allowed, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return max(0, allowed - _number_in("/proc/self/status", "VmData"))
+    import psutil
+
+    return int(psutil.virtual_memory().available + psutil.swap_memory().free)
+
+
+def _number_in(path: str, name: str) -> int:
+    """Bytes, from a line such as `MemTotal:  16384 kB`."""
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"{path} has no {name}")
+
+
+def _too_much(spec: DeviceSpec, total_bytes: int, *, rank: int) -> DeviceError:
+    assert spec.memory_bytes is not None
+    return DeviceError(
+        f"rank {rank} is to use {memory_text(spec.memory_bytes)} of {spec.torch_name}, which has "
+        f"{total_bytes / 2**30:.1f} GiB",
+        hint="lower the limit, or leave it out",
+        rank=rank,
+    )

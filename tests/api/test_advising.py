@@ -1,0 +1,168 @@
+"""`outrider advise` on real scripts and tasks: short runs, the forecast, and the receipt of a later run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.api import advising
+from outrider.api.options import _overridden, overridden
+from outrider.errors import ConfigError
+from outrider.world.environment import is_trial, overrides, script_variables
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
+[TASK] = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+
+SCRIPT = """
+import argparse, pathlib
+import torch
+from torch import nn
+import outrider
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+epochs = parser.parse_args().epochs
+data = torch.utils.data.TensorDataset(torch.randn(4000, 4), torch.randn(4000, 1))
+model = nn.Linear(4, 1)
+with outrider.Session(policy="cadence", run_dir="mine", checkpoint_every=1) as s:
+    model, optimizer = s.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+    for epoch in s.epochs(epochs):
+        for x, y in s.batches(data, batch_size=16):
+            s.step(nn.functional.mse_loss(model(x), y))
+    pathlib.Path("after").touch()
+"""
+
+
+def advise(folder: Path, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outrider", "advise", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_overrides_go_before_the_options_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_OVERRIDES", '{"policy": "sync", "run_dir": "there"}')
+    monkeypatch.setattr("outrider.api.options._overridden", [])
+    assert overridden({"policy": "async", "seed": 3}) == {"policy": "sync", "run_dir": "there", "seed": 3}
+    # A second run of the script must not write into the folder of the first.
+    assert overridden({"policy": "async", "run_dir": "mine"}) == {"policy": "sync", "run_dir": "mine"}
+
+
+def test_without_overrides_options_stay_as_they_are() -> None:
+    assert overridden({"policy": "async"}) == {"policy": "async"}
+    assert _overridden == []
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_overrides_that_are_no_object_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="OUTRIDER_OVERRIDES must be a JSON object of options"):
+        overrides({"OUTRIDER_OVERRIDES": text})
+
+
+def test_the_variables_of_a_script_say_what_it_is_to_do() -> None:
+    told = script_variables({"seed": 1}, devices="cpu", variables={"OUTRIDER_TRIAL": "1", "HOME": "/h"})
+    assert told == {"HOME": "/h", "OUTRIDER_OVERRIDES": '{"seed": 1}', "OUTRIDER_DEVICES": "cpu"}
+    assert is_trial(script_variables({}, devices="cpu", is_trial=True, variables={}))
+    assert not is_trial({"OUTRIDER_TRIAL": "0"})
+
+
+def test_a_script_that_does_not_train_through_outrider_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("print('hello')")
+    ended = advise(tmp_path, "other.py", "--devices", "cpu")
+    assert ended.returncode == 1
+    assert "error: other.py ended without training through outrider" in ended.stderr
+    assert "hint: put its loop into `with outrider.Session() as s:` first" in ended.stderr
+
+
+def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise ValueError('no data here')")
+    ended = advise(tmp_path, "broken.py", "--devices", "cpu", "--", "--lr", "1")
+    assert ended.returncode == 1
+    assert "error: broken.py ended with exit code 1; its last lines:" in ended.stderr
+    assert "  ValueError: no data here" in ended.stderr
+    assert "hint: does it run by itself? python broken.py --lr 1" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.py",), "error: there is no script missing.py"),
+        (("here.py", "--devices", "gpu9"), "error: "),
+        (("here.py", "--devices", "cpu", "--seconds", "0"), "error: seconds must be > 0, got 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    (tmp_path / "here.py").write_text("open('ran', 'w')")
+    ended = advise(tmp_path, *arguments)
+    assert (ended.returncode, message in ended.stderr) == (1, True), ended.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_short_run_of_slow_steps_goes_on_until_there_is_something_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(advising.time, "monotonic", lambda: now_s[0])
+    (tmp_path / "trial").mkdir()
+    deadline = advising._Deadline(advising._TrialPlan(policy="sync", devices=("cpu",), folder=tmp_path, seconds=2.0))
+
+    def is_over(at_s: float, reports: int) -> bool:
+        now_s[0] = at_s
+        (tmp_path / "trial" / "rank0.jsonl").write_text("{}\n" * (1 + reports))
+        return deadline.is_over()
+
+    assert not is_over(0.0, 1)
+    # 40 steps after 2 s are enough; after 10 s 12 are, but never 11.
+    assert [is_over(1.9, 40), is_over(2.1, 39), is_over(2.1, 40)] == [False, False, True]
+    assert [is_over(99.0, 11), is_over(9.0, 12), is_over(10.1, 12)] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_a_script_is_measured_forecast_and_compared_with_its_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = advise(
+        tmp_path, "train.py", "--devices", "cpu,cpu@0.5", "--seconds", "0.5", "--json", "--", "--epochs", "99"
+    )
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert "[6/8] async on cpu,cpu@0.5: " in ended.stderr
+    assert "[8/8] cpu@0.5 alone: " in ended.stderr
+    assert document["spread"] >= 0
+    assert [(one["policy"], len(one["devices"])) for one in document["forecasts"]] == [
+        ("solo", 1),
+        ("solo", 1),
+        ("auto", 2),
+        ("sync", 2),
+        ("balanced", 2),
+        ("cadence", 2),
+        ("async", 2),
+    ]
+    assert all(one["samples_per_s"] > 0 and min(one["memory_bytes"]) > 1e6 for one in document["forecasts"])
+    work = document["workload"]
+    assert (work["num_samples"], work["batch_size"], work["total_samples"]) == (4000, 16, 99 * 4000)
+    # The loop was left before its end, and nothing of it was kept.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "train.py"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["advice"]
+
+    variables = {**os.environ, "OUTRIDER_DEVICES": "cpu,cpu@0.5"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=variables, check=True, timeout=300)
+    record = json.loads((tmp_path / "mine" / "record.json").read_text())
+    [expected] = [one["samples_per_s"] for one in document["forecasts"] if one["policy"] == "cadence"]
+    told = record["forecast"]
+    assert told["samples_per_s"] == expected
+    assert told["measured_samples_per_s"] == record["totals"]["samples_per_s"]
+    assert told["error"] == pytest.approx(expected / told["measured_samples_per_s"] - 1)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TASK.replace("seconds=1", "seconds=0.3").replace("epochs=5", "epochs=200"))
+    ended = subprocess.run([sys.executable, "task.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "\nset:    devices=" in ended.stdout
+    assert list(tmp_path.glob("runs/*")) == [tmp_path / "runs" / "advice"]

@@ -1,0 +1,435 @@
+"""When one rank works alone: told by times that are made up here, learned by the real splitter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from outrider.policy.alone import (
+    LEAST_TRIAL_PART,
+    SHARED_STEPS,
+    STRETCH_MAX,
+    STRETCH_MIN,
+    TRIAL_PART,
+    TRIAL_STEPS,
+    Alone,
+)
+from outrider.policy.batch_splitter import Splitter
+from outrider.policy.effects import AverageReport, RankFacts
+from outrider.policy.step_cost import GivenCost
+from outrider.virtual.simulator import DeviceSpeed, Network, Scenario, simulate
+
+FAST, SLOW = GivenCost(0.0, 0.01), GivenCost(1.0, 0.05)
+TOTAL = 100
+"""Samples of a batch: 1 ms on the fast rank alone."""
+
+
+def shared(*, ms: float, exposed_ms: float = 0.0) -> AverageReport:
+    facts = RankFacts(samples=TOTAL // 2, batches=1, compute_ms=ms - exposed_ms, exposed_ms=exposed_ms)
+    return AverageReport(window=0, ranks=(facts, facts))
+
+
+def stretch(*, ms: float, batches: int = 64, exposed_ms: float = 0.0) -> AverageReport:
+    worked = RankFacts(samples=batches * TOTAL, batches=batches, compute_ms=ms * batches, exposed_ms=exposed_ms)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    return AverageReport(window=0, ranks=(worked, rested))
+
+
+def going_alone(*, shared_ms: float = 2.0) -> Alone:
+    alone = Alone()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=shared_ms), (FAST, SLOW), TOTAL)
+    assert alone.rank == 0
+    return alone
+
+
+def test_a_rank_goes_on_alone_where_that_is_quicker_than_sharing() -> None:
+    alone = Alone()
+    reasons = [alone.shared(shared(ms=2.0, exposed_ms=0.5), (FAST, SLOW), TOTAL) for _ in range(SHARED_STEPS)]
+    assert reasons == [None] * (SHARED_STEPS - 1) + [
+        "a shared step takes 2.00 ms, rank 0 alone 1.00 ms by its fitted time"
+    ]
+
+
+def test_the_quickest_rank_is_the_one() -> None:
+    alone = Alone()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=2.0), (SLOW, FAST), TOTAL)
+    assert alone.rank == 1
+
+
+@pytest.mark.parametrize("shared_ms", [0.5, 0.8, 0.86])
+def test_all_share_where_alone_is_clearly_slower(shared_ms: float) -> None:
+    alone = Alone()
+    for _ in range(10 * SHARED_STEPS):
+        assert alone.shared(shared(ms=shared_ms), (FAST, SLOW), TOTAL) is None
+    assert alone.rank is None
+
+
+def test_one_hiccup_sends_nobody_to_rest() -> None:
+    alone = Alone()
+    for number in range(10 * SHARED_STEPS):
+        alone.shared(shared(ms=100.0 if number == 3 else 0.8), (FAST, SLOW), TOTAL)
+    assert alone.rank is None
+
+
+@pytest.mark.parametrize(("alone_ms", "stays"), [(0.94, True), (0.96, False)])
+def test_where_the_two_are_close_alone_is_tried_and_measured(alone_ms: float, stays: bool) -> None:
+    alone = going_alone(shared_ms=0.95)
+    assert alone.stretch == STRETCH_MIN
+    for _ in range(2):
+        alone.alone(stretch(ms=alone_ms, batches=STRETCH_MIN))
+    assert (alone.rank == 0) == stays
+
+
+def test_the_first_stretch_carries_the_warm_up() -> None:
+    alone = going_alone(shared_ms=2.0)
+    assert alone.alone(stretch(ms=50.0)) is None
+    assert alone.alone(stretch(ms=1.5)) is None
+    assert alone.rank == 0
+
+
+def test_steps_are_shared_again_where_alone_turns_out_slower() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0))
+    assert alone.alone(stretch(ms=2.5)) == "rank 0 alone takes 2.50 ms, a shared step 2.00 ms"
+    assert alone.rank is None
+
+
+def test_what_turned_out_slower_is_not_tried_again_soon() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0))
+    alone.alone(stretch(ms=2.5))
+    steps = 0
+    while alone.rank is None:
+        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+        steps += 1
+    assert steps == TRIAL_STEPS / TRIAL_PART
+
+
+@pytest.mark.parametrize("shared_ms", [2.0, 20.0])
+def test_the_ranks_that_rest_are_tried_again_at_a_hundredth_of_the_time(shared_ms: float) -> None:
+    alone = going_alone(shared_ms=shared_ms)
+    steps = 0
+    while (reason := alone.alone(stretch(ms=1.0, batches=16))) is None:
+        steps += 16
+    assert reason == "the other ranks have rested for long, and are tried again"
+    assert steps == pytest.approx(100 * TRIAL_STEPS * shared_ms, rel=0.01)
+
+
+def test_what_was_measured_before_a_trial_of_sharing_is_not_counted_after_it() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_790))
+    assert alone.alone(stretch(ms=100.0, batches=SHARED_STEPS - 1)) is not None
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    for _ in range(2):
+        alone.alone(stretch(ms=1.0, batches=STRETCH_MIN))
+    assert alone.rank == 0
+
+
+def test_short_stretches_are_judged_together() -> None:
+    alone = going_alone(shared_ms=2.0)
+    reasons = [alone.alone(stretch(ms=9.0, batches=3)) for _ in range(7)]
+    # The first is warm-up; the next six have 18 steps, enough to judge.
+    assert [reason is None for reason in reasons] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(("ms", "steps"), [(1.0, STRETCH_MAX), (5.0, 400), (500.0, STRETCH_MIN)])
+def test_once_proven_a_stretch_lasts_about_two_seconds(ms: float, steps: int) -> None:
+    alone = going_alone(shared_ms=5_000.0)
+    for _ in range(2):
+        alone.alone(stretch(ms=ms, batches=alone.stretch))
+    assert alone.stretch == steps
+
+
+@pytest.mark.parametrize(("exposed_ms", "stays"), [(900.0, True), (1_100.0, False)])
+def test_handing_over_is_judged_by_stretches_as_long_as_they_will_be(exposed_ms: float, stays: bool) -> None:
+    alone = going_alone(shared_ms=2.0)
+    for _ in range(2):
+        alone.alone(stretch(ms=1.0, batches=STRETCH_MIN, exposed_ms=exposed_ms))
+    assert (alone.rank == 0) == stays
+
+
+def test_a_stretch_with_an_unusual_batch_is_not_judged() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0))
+    assert alone.alone(stretch(ms=50.0), is_usual=False) is None
+    assert alone.rank == 0
+
+
+@pytest.mark.parametrize("lost_ms", [10.0, 500.0])
+def test_a_trial_of_sharing_that_cost_much_is_not_repeated_soon(lost_ms: float) -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    assert alone.rank is None
+    alone.forget()
+    alone.spent(
+        AverageReport(window=0, ranks=(RankFacts(samples=1, batches=1, compute_ms=0, exposed_ms=0, setup_ms=lost_ms),))
+    )
+    while alone.rank is None:
+        step = shared(ms=2.0)
+        alone.spent(step)
+        alone.shared(step, (FAST, SLOW), TOTAL)
+    steps = 0
+    while alone.alone(stretch(ms=1.0, batches=16)) is None:
+        steps += 16
+    # Each of the 16 steps that were measured took a millisecond more than one alone; the second time the part is half.
+    assert steps == pytest.approx(max(200 * TRIAL_STEPS * 2.0, 200 * (lost_ms - 1.0 + SHARED_STEPS)), rel=0.01)
+
+
+def test_what_the_first_steps_of_all_cost_counts_as_well() -> None:
+    alone = Alone()
+    while alone.rank is None:
+        step = shared(ms=20.0)
+        # Exploring and capturing, beside those that are measured.
+        for _ in range(10):
+            alone.spent(step)
+        alone.shared(step, (FAST, SLOW), TOTAL)
+    steps = 0
+    while alone.alone(stretch(ms=1.0, batches=16)) is None:
+        steps += 16
+    assert steps == pytest.approx(100 * 10 * SHARED_STEPS * (20.0 - 1.0), rel=0.01)
+
+
+def test_trials_in_a_row_that_show_nothing_new_become_rarer() -> None:
+    alone = going_alone(shared_ms=2.0)
+    rests = []
+    for _ in range(6):
+        steps = 0
+        while alone.alone(stretch(ms=1.0, batches=16)) is None:
+            steps += 16
+        rests.append(steps)
+        while alone.rank is None:
+            alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    assert rests == pytest.approx([rests[0] * factor for factor in (1, 2, 4, 8, 10, 10)], rel=0.01)
+
+
+def test_trials_go_on_in_the_longest_of_runs() -> None:
+    alone = going_alone(shared_ms=2.0)
+    for _ in range(1_100):
+        alone.alone(stretch(ms=1.0, batches=1_000_000))
+        while alone.rank is None:
+            alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    assert alone.state()["trial_part"] == LEAST_TRIAL_PART
+
+
+def test_where_sharing_has_won_the_next_rest_is_tried_again_soon() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    for ms in (0.5, 2.0):
+        alone.forget()
+        for _ in range(2 * SHARED_STEPS):
+            alone.shared(shared(ms=ms), (FAST, SLOW), TOTAL)
+    assert alone.rank == 0
+    assert alone.state()["left"] == pytest.approx(100 * TRIAL_STEPS * 2.0, rel=0.01)
+
+
+def test_a_trial_in_which_sharing_proved_itself_is_over() -> None:
+    alone = going_alone(shared_ms=2.0)
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    alone.forget()
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=0.5), (FAST, SLOW), TOTAL)
+    alone.spent(shared(ms=5_000.0))
+    assert alone.state()["spent"] is None
+
+
+# Devices that hinder each other
+
+
+def measured_alone(alone: Alone, *, steps_left: float | None) -> str | None:
+    """Sixteen shared steps of 2 ms on ranks that would take 3 ms and 15 ms alone by their fitted times."""
+    costs = (GivenCost(0.0, 0.03), GivenCost(0.0, 0.15))
+    return [alone.shared(shared(ms=2.0), costs, TOTAL, steps_left=steps_left) for _ in range(SHARED_STEPS)][-1]
+
+
+@pytest.mark.parametrize(("steps_left", "is_tried"), [(None, False), (4700, False), (4900, True)])
+def test_alone_is_tried_once_against_the_fitted_time_where_that_is_little_of_the_run(
+    steps_left: float | None, is_tried: bool
+) -> None:
+    assert (measured_alone(Alone(), steps_left=steps_left) is not None) == is_tried
+
+
+def test_a_trial_that_the_fitted_time_speaks_against_is_not_repeated() -> None:
+    alone = Alone()
+    measured_alone(alone, steps_left=1e6)
+    for _ in range(2):
+        alone.alone(stretch(ms=3.0))
+    assert alone.rank is None
+    assert [measured_alone(alone, steps_left=1e6) for _ in range(200)] == [None] * 200
+
+
+def parts(*times_ms: float) -> AverageReport:
+    ranks = tuple(
+        RankFacts(samples=TOTAL // 2, batches=1, compute_ms=ms, exposed_ms=10.0 + max(times_ms) - ms) for ms in times_ms
+    )
+    return AverageReport(window=0, ranks=ranks)
+
+
+def told_at_first(*steps: AverageReport) -> int | None:
+    alone = Alone()
+    for step in steps:
+        alone.bound(step)
+        alone.shared_at_first(step)
+    return alone.rank
+
+
+def test_who_goes_alone_at_first_is_clearly_the_faster_one() -> None:
+    assert told_at_first(*[parts(1.0, 1.3)] * 2) == 0
+    assert told_at_first(*[parts(1.3, 1.0)] * 2) == 1
+    assert told_at_first(*[parts(1.0, 1.2)] * 9) is None
+
+
+def test_hiccups_do_not_make_the_slower_rank_work_alone() -> None:
+    assert told_at_first(parts(1.0, 2.5), *[parts(30.0, 2.5)] * 2) == 0
+
+
+def test_who_works_alone_gives_way_to_another_that_takes_less() -> None:
+    alone = Alone()
+    for _ in range(SHARED_STEPS):
+        alone.bound(parts(1.0, 2.5))
+        alone.shared(shared(ms=12.0), (GivenCost(0.0, 0.05), GivenCost(0.0, 0.01)), TOTAL)
+    assert alone.rank == 1
+    second = AverageReport(window=0, ranks=stretch(ms=5.0).ranks[::-1])
+    alone.alone(second)
+    assert alone.alone(second) == "rank 1 alone takes 5.00 ms, rank 0 would take at most 2.00 ms"
+    for _ in range(SHARED_STEPS):
+        alone.shared(shared(ms=12.0), (GivenCost(0.0, 0.05), GivenCost(0.0, 0.05)), TOTAL)
+    assert alone.rank == 0
+
+
+# In the splitter
+
+
+def told(splitter: Splitter, *, steps: int, exposed_ms: float, setup_ms: float = 0.0) -> list[object]:
+    """Steps of a fast rank and one a fifth as fast, which repeats an update of 4 ms; who works alone after each."""
+    lone: list[object] = []
+    for _ in range(steps):
+        samples = splitter.next(TOTAL).samples
+        times_ms = (0.2 + 0.01 * samples[0], 4.0 + 0.05 * samples[1])
+        ranks = tuple(
+            RankFacts(samples=count, batches=count > 0, compute_ms=ms, exposed_ms=exposed_ms + max(times_ms) - ms)
+            for count, ms in zip(samples, times_ms, strict=True)
+        )
+        if setup_ms:
+            ranks = tuple(replace(facts, compute_ms=0.0, setup_ms=setup_ms) for facts in ranks)
+        splitter.learn(AverageReport(window=0, ranks=ranks))
+        lone.append(splitter.lone)
+    return lone
+
+
+def test_the_splitter_leaves_a_rank_that_only_holds_up_the_other() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    assert told(splitter, steps=64, exposed_ms=0.3)[-1] == 0
+    assert (splitter.share(0), splitter.share(1)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"may_rest": True, "shares": (0.5, 0.5)}, {"may_rest": True, "caps": (90, 90)}]
+)
+def test_nobody_rests_where_shares_were_given_or_memory_binds_or_the_driver_cannot(options: dict[str, object]) -> None:
+    splitter = Splitter(world_size=2, **options)  # type: ignore[arg-type]
+    assert set(told(splitter, steps=64, exposed_ms=0.3)) == {None}
+
+
+def test_sharing_is_explored_anew_after_a_rest() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    while not (decisions := splitter.learn_alone(stretch(ms=1.2, batches=512))):
+        assert splitter.lone == 0
+    assert [(decision.kind, decision.value) for decision in decisions] == [("alone", None)]
+    assert splitter.lone is None
+    assert min(splitter.next(TOTAL).samples) > 0
+
+
+def test_shapes_that_a_trial_of_sharing_captures_are_part_of_its_price() -> None:
+    rests = []
+    for setup_ms in (0.1, 500.0):
+        splitter = Splitter(world_size=2, may_rest=True)
+        told(splitter, steps=64, exposed_ms=0.3)
+        while not splitter.learn_alone(stretch(ms=1.2, batches=512)):
+            pass
+        told(splitter, steps=2, exposed_ms=0.3, setup_ms=setup_ms)
+        assert told(splitter, steps=64, exposed_ms=0.3)[-1] == 0
+        rests.append(splitter.state()["alone"]["left"])
+    assert rests[1] > 4 * rests[0]
+
+
+def test_nobody_goes_alone_by_steps_that_were_captured() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    assert set(told(splitter, steps=200, exposed_ms=0.3, setup_ms=50.0)) == {None}
+
+
+def test_a_short_try_alone_leaves_the_split_as_it_was() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    split = splitter.next(TOTAL)
+    splitter.learn_alone(stretch(ms=9.0))
+    assert [decision.kind for decision in splitter.learn_alone(stretch(ms=9.0))] == ["alone"]
+    assert splitter.lone is None
+    assert splitter.next(TOTAL) == split
+
+
+def test_the_short_batch_at_the_end_of_an_epoch_sends_nobody_back_to_sharing() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    splitter.learn_alone(stretch(ms=1.2))
+    worked = RankFacts(samples=64 * TOTAL - 20, batches=64, compute_ms=64 * 9.0, exposed_ms=0.0)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    assert splitter.learn_alone(AverageReport(window=0, ranks=(worked, rested))) == []
+    assert splitter.lone == 0
+
+
+def test_shared_steps_that_were_on_their_way_change_nothing_for_who_works_alone() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    told(splitter, steps=64, exposed_ms=0.3)
+    for _ in range(32):
+        slow = RankFacts(samples=TOTAL, batches=1, compute_ms=50.0, exposed_ms=0.0)
+        quick = RankFacts(samples=1, batches=1, compute_ms=0.01, exposed_ms=0.0)
+        assert splitter.learn(AverageReport(window=0, ranks=(slow, quick))) == []
+    for _ in range(2):
+        splitter.learn_alone(stretch(ms=1.2))
+    assert splitter.lone == 0
+
+
+def test_who_works_alone_outlives_a_checkpoint() -> None:
+    splitter, resumed = (Splitter(world_size=2, may_rest=True) for _ in range(2))
+    told(splitter, steps=64, exposed_ms=0.3)
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    assert (resumed.lone, resumed.stretch) == (splitter.lone, splitter.stretch)
+    assert resumed.state() == splitter.state()
+
+
+def test_what_a_trial_of_sharing_has_cost_outlives_a_checkpoint() -> None:
+    alone, resumed = going_alone(shared_ms=2.0), Alone()
+    alone.alone(stretch(ms=1.0, batches=4_800))
+    alone.spent(shared(ms=500.0))
+    resumed.restore(json.loads(json.dumps(alone.state())))
+    assert resumed.state() == alone.state()
+    assert alone.state()["spent"] == [500.0, 1]
+
+
+def test_a_checkpoint_from_before_anybody_could_rest_can_be_resumed() -> None:
+    state = Splitter(world_size=2).state()
+    del state["alone"]
+    resumed = Splitter(world_size=2, may_rest=True)
+    resumed.restore(state)
+    assert resumed.lone is None
+
+
+# In the simulator
+
+
+def test_over_a_slow_network_balanced_is_about_as_fast_as_the_fast_rank_alone() -> None:
+    speeds = (DeviceSpeed(per_sample_ms=0.01), DeviceSpeed(per_sample_ms=0.05))
+    far = Scenario(speeds=speeds, network=Network(latency_ms=5.0), num_samples=1_000_000, batch_size=32)
+    near = Scenario(
+        speeds=speeds, network=Network(latency_ms=0.001), num_samples=1_000_000, batch_size=32, model_bytes=4
+    )
+    alone = 1e3 / speeds[0].per_sample_ms
+    assert 0.9 * alone < simulate("balanced", far).samples_per_s < alone
+    assert simulate("balanced", near).samples_per_s > 1.1 * alone
+    assert simulate("sync", far).samples_per_s < 0.1 * alone

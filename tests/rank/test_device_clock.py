@@ -1,0 +1,139 @@
+"""Clocks of a CUDA device, told by events that pass when the test says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.rank.device_clock import DeviceClock, SharedClock
+
+
+class Device:
+    """Time passes on it by `run`; an event takes the time at which it was queued."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def run(self, ms: float) -> None:
+        self.now_ms += ms
+
+
+class Event:
+    device: Device
+
+    def __init__(self, **_: bool) -> None:
+        self.at_ms = 0.0
+
+    def record(self, stream: object) -> None:
+        self.at_ms = self.device.now_ms
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at_ms - self.at_ms
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    Event.device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return Event.device
+
+
+def step(clock: DeviceClock, device: Device, ms: float, *, is_steady: bool = True) -> None:
+    device.run(ms)
+    clock.stepped(is_steady=is_steady)
+
+
+def test_steps_and_gaps_are_told_apart(device: Device) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    step(clock, device, 3.0)
+    with clock.gap():
+        device.run(1.0)
+    step(clock, device, 5.0)
+    measured = clock.measure(2)
+    assert (measured.compute_s, measured.exposed_s, measured.setup_s) == pytest.approx((8e-3, 1e-3, 0.0))
+
+
+def test_a_step_that_warms_something_up_counts_as_a_usual_one(device: Device) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    step(clock, device, 3.0)
+    step(clock, device, 60.0, is_steady=False)
+    step(clock, device, 3.0)
+    measured = clock.measure(3)
+    assert (measured.compute_s, measured.setup_s) == pytest.approx((9e-3, 60e-3))
+    assert clock.measure(0).setup_s == 0.0
+
+
+def test_a_window_of_nothing_but_warm_up_tells_no_pace(device: Device) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    step(clock, device, 60.0, is_steady=False)
+    assert clock.measure(1).compute_s == 0.0
+    step(clock, device, 3.0)
+    assert clock.measure(1).compute_s == pytest.approx(3e-3)
+    step(clock, device, 60.0, is_steady=False)
+    assert clock.measure(1).compute_s == pytest.approx(3e-3)
+
+
+def shared_step(clock: SharedClock, device: Device) -> float:
+    for ms in (0.0, 2.0, 0.5, 0.25):
+        device.run(ms)
+        clock.mark()
+    measured = clock.measured()
+    assert measured.compute_s == pytest.approx(2.25e-3)
+    return measured.exposed_s * 1e3
+
+
+def test_what_lies_between_two_shared_steps_is_exposed(device: Device) -> None:
+    clock = SharedClock(torch.device("cuda"))
+    assert shared_step(clock, device) == pytest.approx(0.5)
+    for _ in range(3):
+        device.run(0.4)
+        assert shared_step(clock, device) == pytest.approx(0.9)
+
+
+def test_what_came_before_a_restart_is_not(device: Device) -> None:
+    clock = SharedClock(torch.device("cuda"))
+    shared_step(clock, device)
+    device.run(100.0)
+    clock.restart()
+    assert shared_step(clock, device) == pytest.approx(0.5)
+
+
+def test_steps_beside_an_average_tell_what_it_took_from_them(device: Device) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    for _ in range(3):
+        step(clock, device, 4.0)
+    assert clock.measure(3).slowed_s == 0.0
+    clock.average_began()
+    for _ in range(5):
+        step(clock, device, 7.0)
+    clock.average_ended()
+    for _ in range(2):
+        step(clock, device, 5.0)
+    measured = clock.measure(7)
+    assert measured.compute_s == pytest.approx(45e-3)
+    assert measured.slowed_s == pytest.approx(5 * 2e-3)
+
+
+def test_where_an_average_is_always_beside_the_last_steps_without_one_are_the_measure(device: Device) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    clock.average_began()
+    step(clock, device, 9.0)
+    assert clock.measure(1).slowed_s == 0.0, "no step without one is known"
+    clock.average_ended()
+    for _ in range(2):
+        step(clock, device, 4.0)
+    clock.measure(2)
+    clock.average_began()
+    for _ in range(2):
+        step(clock, device, 6.0)
+    # One step after it may have begun beside it, and a step that warms something up tells nothing.
+    clock.average_ended()
+    step(clock, device, 6.0)
+    step(clock, device, 60.0, is_steady=False)
+    assert clock.measure(4).slowed_s == pytest.approx(4e-3)

@@ -1,0 +1,57 @@
+"""How fast devices are before their first step: a short measurement, and the first split that follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outrider
+from outrider.rank.device_speed import LEAST_SPEED, measured_speed, relative_speeds
+
+
+def test_a_device_has_a_speed() -> None:
+    assert measured_speed(torch.device("cpu")) > 0
+
+
+def test_speeds_are_parts_of_the_fastest_and_no_rank_goes_without_samples() -> None:
+    assert relative_speeds([50.0, 200.0, 0.1]) == (0.25, 1.0, LEAST_SPEED)
+
+
+def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).square().mean()
+
+
+def first_speeds(folder: Path, **options: Any) -> list[list[float]]:
+    outrider.train(
+        nn.Linear(4, 1),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        step,
+        (torch.ones(64, 4),),
+        batch_size=16,
+        devices="cpu,cpu@0.1",
+        threads_per_rank=1,
+        run_dir=folder / "run",
+        **options,
+    ).join()
+    events = json.loads((folder / "run" / "timeline.json").read_text())["events"]
+    return [event["value"] for event in events if event["kind"] == "speeds"]
+
+
+@pytest.mark.parametrize("policy", ["auto", "balanced"])
+def test_ranks_that_share_batches_agree_on_their_speeds(tmp_path: Path, policy: str) -> None:
+    first, second = first_speeds(tmp_path, policy=policy)
+    assert first == second
+    assert first[0] == 1.0
+    assert first[1] < 0.5
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "async"}, {"policy": "sync"}, {"shares": (1.0, 1.0), "policy": "balanced"}]
+)
+def test_where_nothing_is_split_by_speed_nothing_is_measured(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert first_speeds(tmp_path, **options) == []
