@@ -1,7 +1,7 @@
 """Chooses, before training, the memory format of a rank's model and how its step runs.
 
-Decides which samples are tried. `replica` makes the choices, which go to the timeline with their reasons. Called once
-per rank, at set-up.
+Decides which samples are tried. `replica` makes the choices, which go to the timeline with their reasons; `slices`
+checks the step's matrix products. Called once per rank, at set-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from outrider.policy.effects import Batch, Decision
 from outrider.replica.execution import choose_execution
 from outrider.replica.micro_batch_search import find_micro_batch
 from outrider.replica.replica import Replica
-from outrider.replica.trial_steps import FormatChoice, agree, choose_memory_format
+from outrider.replica.trial_steps import FormatChoice, agree, choose_memory_format, products_of_step
+from outrider.slices.slice_matmul_check import mend_products
 from outrider.timeline.recorder import Recorder
 from outrider.world.world import World
 
@@ -57,6 +58,16 @@ def fit_micro_batch(replica: Replica, feed: Feed, *, recorder: Recorder) -> None
     found = find_micro_batch(replica, _first_batch(replica, feed).batch(), samples=samples)
     if found is not None:
         recorder.event(found.kind, value=found.value, reason=found.reason, **found.details)
+
+
+def check_products(replica: Replica, feed: Feed, *, world: World) -> None:
+    """On a slice, look at the matrix products of the step itself: kernels are wrong there for some shapes."""
+    if world.spec.share is None:
+        return
+    batch = _first_batch(replica, feed).batch()
+    products = products_of_step(replica, batch, samples=_num_first(replica, feed))
+    if products:
+        mend_products(world.spec, rank=world.rank, of_step=products)
 
 
 def decide_execution(replica: Replica, feed: Feed, *, recorder: Recorder) -> None:

@@ -28,7 +28,7 @@ from outrider.rank.epoch_end import EpochEnd
 from outrider.rank.pass_feeds import agree_on_sequence, refuse_other_sequence
 from outrider.rank.rank_life import RankLife, RunSetting, check_num_samples
 from outrider.rank.shared_evaluation import Evaluation
-from outrider.rank.step_choice import agree_on_format, decide_execution, fit_micro_batch
+from outrider.rank.step_choice import agree_on_format, check_products, decide_execution, fit_micro_batch
 from outrider.rank.stepper import Stepper
 from outrider.record.disk_space import keep_model
 from outrider.record.epoch_metrics import EpochMetrics
@@ -115,6 +115,7 @@ class TrainRun:
             self._epoch, self._remaining = resumed.progress.epoch, resumed.progress.rest(self._extent.epoch_samples)
             self._sequence_before = resumed.state.get("sequence") if self._remaining.position else None
         fit_micro_batch(replica, feed, recorder=self._recorder)
+        check_products(replica, feed, world=world)
         decide_execution(replica, feed, recorder=self._recorder)
         self._recorder.event("ready", device=str(world.spec), gpu=gpu_uuid(world.device), feed=feed.reason)
         self._record_compensation()

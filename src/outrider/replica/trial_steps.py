@@ -1,7 +1,7 @@
 """Runs trial steps on a replica before training and restores it: which executions work, and how fast they are.
 
-Decides whether a captured step computes the same as an eager one, and whether a model runs in channels_last.
-`execution` uses the result of a trial.
+Decides whether a captured step computes the same as an eager one, which matrix products a step has, and whether a
+model runs in channels_last. `execution` and `rank.step_choice` use the results.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import nn
 
 from outrider.data import randomness
 from outrider.data.packed_batch import PackedBatch
+from outrider.errors import OutriderError
 from outrider.replica.capturable_optimizer import OptimizerForm, make_capturable
 from outrider.replica.capture import CaptureStream, Uncapturable, no_waits
 from outrider.replica.captured import CapturedSteps
+from outrider.replica.half_products import HalfProduct, ProductRecorder
 from outrider.replica.logged_scalars import LoggedScalars, writing
 from outrider.replica.loss_sums import LossSums
 from outrider.replica.replica import Replica
@@ -77,16 +79,11 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _put_back(self) -> Iterator[None]:
-        """Use separate loss sums and logged scalars during the trial, and restore the replica afterwards."""
-        replica = self._replica
-        loss_sums, logged_scalars = replica.loss_sums, replica.logged_scalars
-        replica.loss_sums, replica.logged_scalars = LossSums(replica.device), LoggedScalars()
         try:
-            yield
+            with _put_back(self._replica, self._snapshot):
+                yield
         finally:
-            replica.loss_sums, replica.logged_scalars = loss_sums, logged_scalars
             self._form.restore()
-            self._snapshot.restore()
 
     def _plain_step(self) -> None:
         self._stream.run(lambda: self._replica.plain_step(self._packed_batch.batch(), samples=self._samples, at=0))
@@ -136,6 +133,27 @@ class Rehearsal:
         for number, (eager, captured) in enumerate(zip(expected, got, strict=True)):
             if not abs(captured - eager) <= tolerance * max(1.0, abs(eager)):
                 raise Uncapturable(f"its loss at step {number} would be {captured:.6g} instead of {eager:.6g}")
+
+
+@contextlib.contextmanager
+def _put_back(replica: Replica, snapshot: Snapshot) -> Iterator[None]:
+    """Use separate loss sums and logged scalars during a trial, and restore the replica afterwards."""
+    loss_sums, logged_scalars = replica.loss_sums, replica.logged_scalars
+    replica.loss_sums, replica.logged_scalars = LossSums(replica.device), LoggedScalars()
+    try:
+        yield
+    finally:
+        replica.loss_sums, replica.logged_scalars = loss_sums, logged_scalars
+        snapshot.restore()
+
+
+def products_of_step(replica: Replica, batch: Any, *, samples: int) -> tuple[HalfProduct, ...]:
+    """The matrix products in half precision of one forward and backward pass."""
+    recorder = ProductRecorder()
+    # What fails here fails again in the first step, and is reported there.
+    with _put_back(replica, Snapshot(replica)), contextlib.suppress(OutriderError), recorder:
+        replica.compute_gradient(batch, samples=samples)
+    return recorder.products
 
 
 # The memory format

@@ -1,12 +1,14 @@
 """Checks matrix products on a slice: some half-precision kernels of cuBLAS give wrong results there.
 
 With some numbers of multiprocessors, parts of a product are not written, without an error (docs/gpu.md). In that case
-this module makes cuBLAS choose kernels for fewer multiprocessors. Called when a rank opens its device.
+this module makes cuBLAS choose kernels for fewer multiprocessors. Called when a rank opens its device, and again with
+the products of the step where `train()` tries it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from outrider.errors import DeviceError
 from outrider.machine.devices import DeviceSpec
+from outrider.replica.half_products import HalfProduct, Operand
 
 # Rows, inner length and columns of layers, their gradients and their inputs' gradients. On an H200 with torch 2.11,
 # these shapes detect every share for which any product was found wrong; the most sensitive shapes come first.
@@ -35,19 +38,26 @@ _TRANSPOSED = ((False, False), (True, False), (False, True))
 # Half precision is accurate to about 0.004; the error of an unwritten element is as large as the element itself.
 _TOLERANCE = 0.02
 _STEP, _FEWEST = 2, 8
+_PIECE = 2**24
+"""Elements that are compared at a time: a single-precision copy of a large result might not fit."""
 
 
-def mend_products(spec: DeviceSpec, *, rank: int) -> int | None:
-    """Make products of this rank correct; returns the number of multiprocessors for their kernels, None for all."""
+def mend_products(spec: DeviceSpec, *, rank: int, of_step: Sequence[HalfProduct] = ()) -> int | None:
+    """Make products of this rank correct; returns the number of multiprocessors for their kernels if that changes.
+
+    Called without `of_step` before anything else is known, and then with the products of the user's step.
+    """
     if spec.share is None:
         return None
     device = torch.device(spec.torch_name)
-    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    if are_right(device):
+    wrong = wrong_product(device, of_step or usual_products(device))
+    if wrong is None:
         return None
-    for count in range(num_multiprocessors - _STEP, _FEWEST - 1, -_STEP):
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    now = num_multiprocessors - (torch._C._get_sm_carveout_experimental() or 0)
+    for count in range(now - _STEP, _FEWEST - 1, -_STEP):
         _choose_for(count, of=num_multiprocessors)
-        if are_right(device):
+        if wrong_product(device, [*of_step, *usual_products(device)]) is None:
             print(
                 f"outrider: on {spec} ({num_multiprocessors} multiprocessors) cuBLAS leaves parts of products in half "
                 f"precision unwritten; rank {rank} uses its kernels for {count}",
@@ -56,34 +66,59 @@ def mend_products(spec: DeviceSpec, *, rank: int) -> int | None:
             return count
     raise DeviceError(
         f"rank {rank} cannot use {spec}: on its {num_multiprocessors} multiprocessors cuBLAS multiplies matrices "
-        f"wrongly in half precision",
-        hint=f"take another share of the GPU, such as cuda:{spec.index}%25 or cuda:{spec.index}%50",
+        f"wrongly in half precision ({wrong})",
+        hint=f"take another share of the GPU, such as cuda:{spec.index}%25 or cuda:{spec.index}%50"
+        + (', or precision="fp32"' if of_step else ""),
         rank=rank,
     )
 
 
-def are_right(device: torch.device) -> bool:
-    """Whether half-precision products are correct; does not advance the global random generators."""
+def usual_products(device: torch.device) -> list[HalfProduct]:
+    """Products of `SHAPES`, with each factor as it is and transposed."""
+    return [
+        HalfProduct(
+            operation="mm",
+            operands=(_layout(rows, length, transposed=left), _layout(length, columns, transposed=right)),
+            dtype=_half(device),
+        )
+        for (rows, length, columns), (left, right) in product(SHAPES, _TRANSPOSED)
+    ]
+
+
+def _layout(rows: int, columns: int, *, transposed: bool) -> Operand:
+    return Operand(shape=(rows, columns), stride=(1, rows) if transposed else (columns, 1))
+
+
+def wrong_product(device: torch.device, products: Iterable[HalfProduct]) -> HalfProduct | None:
+    """The first product that is not correct; does not advance the global random generators."""
     generator = torch.Generator(device).manual_seed(0)
-    return all(_is_right(shape, transposed, generator) for shape, transposed in product(SHAPES, _TRANSPOSED))
+    return next((one for one in products if not _is_right(one, generator)), None)
 
 
-def _is_right(shape: tuple[int, int, int], transposed: tuple[bool, bool], generator: torch.Generator) -> bool:
-    rows, length, columns = shape
-    left = _matrix(rows, length, transposed=transposed[0], generator=generator)
-    right = _matrix(length, columns, transposed=transposed[1], generator=generator)
-    expected = left.float() @ right.float()
+def _is_right(tried: HalfProduct, generator: torch.Generator) -> bool:
+    operands = [operand.random(tried.dtype, generator) for operand in tried.operands]
     # Freed memory may still contain the correct product of the previous check.
-    out = torch.full((rows, columns), torch.nan, dtype=left.dtype, device=left.device)
-    _multiply(left, right, out)
-    error = (out.float() - expected).abs().max() / expected.abs().max()
+    out = torch.full(tried.shape, torch.nan, dtype=tried.dtype, device=generator.device)
+    _multiply(tried.operation, operands, out)
+    errors, sizes = [], []
+    rows = max(1, _PIECE // out[0].numel())
+    for begin in range(0, len(out), rows):
+        part = slice(begin, begin + rows)
+        expected = _expected(operands, part)
+        errors.append((out[part].float() - expected).abs().max())
+        sizes.append(expected.abs().max())
+    error = torch.stack(errors).max() / torch.stack(sizes).max()
     return error.item() < _TOLERANCE
 
 
-def _matrix(rows: int, columns: int, *, transposed: bool, generator: torch.Generator) -> Tensor:
-    size = (columns, rows) if transposed else (rows, columns)
-    made = torch.randn(size, generator=generator, device=generator.device).to(_half(generator.device))
-    return made.t() if transposed else made
+def _expected(operands: Sequence[Tensor], part: slice) -> Tensor:
+    """Some rows of the result in single precision, which is correct on slices; of a batched product some matrices."""
+    *summands, left, right = operands
+    total = left[part].float() @ (right if right.dim() == 2 else right[part]).float()
+    for summand in summands:
+        is_whole = summand.dim() == left.dim() and len(summand) == len(left)
+        total += (summand[part] if is_whole else summand).float()
+    return total
 
 
 def _half(device: torch.device) -> torch.dtype:
@@ -92,8 +127,8 @@ def _half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float16
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.mm(left, right, out=out)
+def _multiply(operation: str, operands: Sequence[Tensor], out: Tensor) -> None:
+    getattr(torch, operation)(*operands, out=out)
 
 
 def _choose_for(count: int, *, of: int) -> None:
