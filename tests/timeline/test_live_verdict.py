@@ -130,6 +130,16 @@ def test_ranks_that_slow_down_together_have_one_reason() -> None:
     assert len(verdict.evidence) == 3
 
 
+def test_a_rank_that_is_held_up_on_a_busy_machine_is_named() -> None:
+    """All ranks are slower, one of them ten times as much."""
+    pulses = {
+        rank: history(until_s=20.0) + history(since_s=20.0, until_s=30.0, batch_s=batch_s)
+        for rank, batch_s in enumerate((0.05, 0.5, 0.04))
+    }
+    verdict = judge(pulses, now_s=30.0)
+    assert (verdict.kind, verdict.rank) == ("compute", 1)
+
+
 def test_smaller_batches_are_no_slowdown() -> None:
     """A policy that gives a rank a quarter of its batch: each sample costs more, each batch less."""
     pulses = {0: history(until_s=20.0) + history(since_s=20.0, until_s=30.0, batch_s=0.012, batch=8)}

@@ -25,6 +25,8 @@ STUCK_S = 15.0
 _MUCH = 0.10
 _SLOWER = 1.4
 """Machines that do other things too are often a third slower for a while."""
+_ALIKE = 3.0
+"""Slowdowns that differ by less have one reason."""
 _NOTABLE_S = 0.05
 """A delay of each batch or average that nobody would take for noise."""
 _NOTABLE_PART = 0.02
@@ -77,6 +79,8 @@ class _Finding:
 
     part: float
     verdict: LiveVerdict
+    times: float = 1.0
+    """As long per sample as before."""
 
 
 def judge(
@@ -100,7 +104,10 @@ def judge(
         return _between(ranks)
     findings = [finding for rank in ranks for finding in _findings(rank, clock)]
     if len(ranks) > 1 and [finding.verdict.kind for finding in findings] == ["compute"] * len(ranks):
-        return _all_slower(findings)
+        times = sorted(finding.times for finding in findings)
+        # Another program on the machine slows all ranks alike; what holds one rank up much longer is its own.
+        if times[-1] < _ALIKE * times[-2]:
+            return _all_slower(findings)
     if findings:
         return max(findings, key=lambda finding: finding.part).verdict
     return _averages(ranks) or _skew(ranks, policy) or _fine(ranks, reason)
@@ -277,6 +284,7 @@ def _slower(rank: _JudgedRank, clock: Clock) -> _Finding | None:
     begun_s = _began_s(rank.pulses, usual_s)
     return _Finding(
         part=part,
+        times=ratio,
         verdict=LiveVerdict(
             level="problem",
             kind="compute",
