@@ -1,11 +1,11 @@
 """What a framework costs beside a loop of one's own in a `Session`: the same steps, several ways.
 
-Every way trains the same small network on the same batches with policy `sync` on two CPU ranks. Rounds run all ways
-one after the other, in an order that turns. Measured are samples per second of all epochs but the first, as the run
-records them. One JSON line per run; `table` writes the ratio of each way to the loop of the same round, with the
-interval of a bootstrap over rounds.
+Every way trains the same small network on the same batches with policy `sync` on two CPU ranks. All ways run at once,
+but take turns: one epoch each, in a circle, while the others wait. So what else the machine does hits all of them
+alike. Measured is the time of each epoch, with its end, on rank 0. `table` writes the ratio of each way to the
+loop of the same round, with the interval of a bootstrap over rounds.
 
-    nice python benchmarks/integration_cost.py run records.jsonl --rounds 6
+    python benchmarks/integration_cost.py run records.jsonl --rounds 100
     python benchmarks/integration_cost.py table records.jsonl
 """
 
@@ -14,22 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
+import turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-EPOCHS, SAMPLES, BATCH, WIDTH = 5, 4_096, 64, 512
+SAMPLES, BATCH, WIDTH = 4_096, 64, 512
+EPOCHS = int(os.environ.get("EPOCHS", "5"))
+STEPS = SAMPLES // BATCH // turns.RANKS
+NORM = 1.0
+"""Gradients are clipped: the Trainer of transformers computes their norm in any case."""
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -56,6 +56,7 @@ class Classifier(nn.Module):
         )
 
     def forward(self, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        turns.step()
         return {"loss": F.cross_entropy(self.net(rows), labels)}
 
 
@@ -77,7 +78,9 @@ def loop(options: dict[str, Any]) -> None:
         data = loader()
         for _ in range(EPOCHS):
             for batch in s.batches(data):
-                s.step(model(**batch)["loss"])
+                s.backward(model(**batch)["loss"])
+                nn.utils.clip_grad_norm_(model.parameters(), NORM)
+                s.optimizer_step()
 
 
 def trainer(options: dict[str, Any]) -> None:
@@ -92,7 +95,7 @@ def trainer(options: dict[str, Any]) -> None:
         learning_rate=0.01,
         optim="sgd",
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,
+        max_grad_norm=NORM,
         logging_strategy="no",
         save_strategy="no",
         disable_tqdm=True,
@@ -112,6 +115,7 @@ def accelerate(options: dict[str, Any]) -> None:
     for _ in range(EPOCHS):
         for batch in data:
             accelerator.backward(model(**batch)["loss"])
+            accelerator.clip_grad_norm_(model.parameters(), NORM)
             optimizer.step()
             optimizer.zero_grad()
     accelerator.end_training()
@@ -138,6 +142,7 @@ def lightning(options: dict[str, Any]) -> None:
         strategy=OutriderStrategy(**options),
         accelerator="cpu",
         max_epochs=EPOCHS,
+        gradient_clip_val=NORM,
         enable_checkpointing=False,
         **quiet,
     ).fit(Module(), loader())
@@ -156,6 +161,7 @@ def fabric(options: dict[str, Any]) -> None:
     for _ in range(EPOCHS):
         for batch in data:
             fabric.backward(model(**batch)["loss"])
+            fabric.clip_gradients(model, optimizer, max_norm=NORM)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -169,44 +175,23 @@ WAYS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def measure(way: str, folder: Path) -> dict[str, float]:
-    """Samples per second without the first epoch, by the record of the run."""
-    command = [sys.executable, "-W", "ignore", __file__, "one", way, str(folder / way)]
-    variables = {**os.environ, "OUTRIDER_DEVICES": "cpu,cpu", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{way}: {ended.stderr[-2000:]}")
-    record = json.loads((folder / way / "record.json").read_text())
-    epochs = record["epochs"][1:]
-    assert sum(epoch["samples"] for epoch in epochs) == SAMPLES * (EPOCHS - 1), record["epochs"]
-    return {
-        "samples_per_s": sum(epoch["samples"] for epoch in epochs) / sum(epoch["seconds"] for epoch in epochs),
-        "waiting": mean(epoch["wait_fraction"] for epoch in epochs),
-    }
-
-
 def run(path: Path, rounds: int) -> None:
-    names = list(WAYS)
-    for number in range(rounds):
-        for way in names[number % len(names) :] + names[: number % len(names)]:
-            with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
-                found = measure(way, Path(folder))
-            line = {"round": number, "way": way, "load": os.getloadavg()[0], "at_s": round(time.time()), **found}
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
+    def command(way: str, folder: Path) -> list[str]:
+        return [sys.executable, "-W", "ignore", __file__, "one", way, str(folder / way)]
+
+    found = turns.take_turns(list(WAYS), command, rounds=rounds, steps=STEPS)
+    with path.open("a") as file:
+        for times in found:
+            file.write(json.dumps(times, separators=(",", ":")) + "\n")
 
 
 def table(path: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    by = {(row["round"], row["way"]): row["samples_per_s"] for row in rows}
-    rounds = sorted({number for number, way in by if way == "loop"})
-    print("| way | samples per second ÷ loop | 95 % interval | rounds |\n| --- | --- | --- | --- |")
+    rounds = [json.loads(line) for line in path.read_text().splitlines()]
+    own = sorted(times["loop"] for times in rounds)
+    print(f"loop: {own[len(own) // 2]:.0f} ms per epoch of {STEPS} steps, {own[0]:.0f} to {own[-1]:.0f}\n")
+    print("| way | time ÷ loop, median | 95 % interval | rounds |\n| --- | --- | --- | --- |")
     for way in list(WAYS)[1:]:
-        ratios = [by[number, way] / by[number, "loop"] for number in rounds if (number, way) in by]
-        numbers = random.Random(0)
-        drawn = sorted(mean(numbers.choices(ratios, k=len(ratios))) for _ in range(10_000))
-        print(f"| {way} | {mean(ratios):.3f} | {drawn[249]:.3f} to {drawn[9749]:.3f} | {len(ratios)} |")
+        print(f"| {way} | {turns.ratio_in_words(rounds, way, 'loop')} |")
 
 
 def main() -> None:
@@ -214,14 +199,23 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table", "one"])
     parser.add_argument("path", help="the file of records; for one, the way")
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=100)
     wishes = parser.parse_args()
     if wishes.what == "run":
         run(Path(wishes.path), wishes.rounds)
     elif wishes.what == "table":
         table(Path(wishes.path))
     else:
-        WAYS[wishes.path]({"policy": "sync", "run_dir": wishes.folder, "quiet": True, "seed": 0, "threads_per_rank": 1})
+        WAYS[wishes.path](
+            {
+                "policy": "sync",
+                "devices": "cpu,cpu",
+                "run_dir": wishes.folder,
+                "quiet": True,
+                "seed": 0,
+                "threads_per_rank": 1,
+            }
+        )
 
 
 if __name__ == "__main__":
