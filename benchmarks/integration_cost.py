@@ -1,11 +1,12 @@
 """What a framework costs beside a loop of one's own in a `Session`: the same steps, several ways.
 
-Every way trains the same small network on the same batches with policy `sync` on two CPU ranks. All ways run at once,
-but take turns: one epoch each, in a circle, while the others wait. So what else the machine does hits all of them
-alike. Measured is the time of each epoch, with its end, on rank 0. `table` writes the ratio of each way to the
-loop of the same round, with the interval of a bootstrap over rounds.
+Every way trains the same small network on the same batches with policy `sync` on two CPU ranks, and takes turns with
+the others (turns.py). `table` writes the ratio of each way to the loop of the same round, with the interval of a
+bootstrap over rounds. With `--without-outrider` the same ways train without it, in one process each: what a framework
+costs by itself.
 
     python benchmarks/integration_cost.py run records.jsonl --rounds 100
+    python benchmarks/integration_cost.py run alone.jsonl --rounds 100 --without-outrider
     python benchmarks/integration_cost.py table records.jsonl
 """
 
@@ -27,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, BATCH, WIDTH = 4_096, 64, 512
 EPOCHS = int(os.environ.get("EPOCHS", "5"))
-STEPS = SAMPLES // BATCH // turns.RANKS
 NORM = 1.0
 """Gradients are clipped: the Trainer of transformers computes their norm in any case."""
 
@@ -69,10 +69,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loop(options: dict[str, Any]) -> None:
-    import outrider
-
     model = Classifier()
     optimizer = sgd(model)
+    if not options:
+        for _ in range(EPOCHS):
+            for batch in loader():
+                model(**batch)["loss"].backward()
+                nn.utils.clip_grad_norm_(model.parameters(), NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+        return
+    import outrider
+
     with outrider.Session(**options) as s:
         s.prepare(model, optimizer)
         data = loader()
@@ -84,12 +92,10 @@ def loop(options: dict[str, Any]) -> None:
 
 
 def trainer(options: dict[str, Any]) -> None:
-    from transformers import TrainingArguments
-
-    from outrider.integrations.huggingface import Trainer
+    from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(
-        output_dir=str(options["run_dir"]) + "-out",
+        output_dir=os.environ["OUTPUT"],
         per_device_train_batch_size=BATCH,
         num_train_epochs=EPOCHS,
         learning_rate=0.01,
@@ -103,13 +109,23 @@ def trainer(options: dict[str, Any]) -> None:
         remove_unused_columns=False,
         use_cpu=True,
     )
-    Trainer(model=Classifier(), args=args, train_dataset=Rows(), session_options=options).train()
+    if options:
+        from outrider.integrations.huggingface import Trainer as OutriderTrainer
+
+        OutriderTrainer(model=Classifier(), args=args, train_dataset=Rows(), session_options=options).train()
+    else:
+        Trainer(model=Classifier(), args=args, train_dataset=Rows()).train()
 
 
 def accelerate(options: dict[str, Any]) -> None:
-    from outrider.integrations.accelerate import Accelerator
+    if options:
+        from outrider.integrations.accelerate import Accelerator
 
-    accelerator = Accelerator(session_options=options)
+        accelerator: Any = Accelerator(session_options=options)
+    else:
+        import accelerate as library
+
+        accelerator = library.Accelerator(cpu=True)
     model = Classifier()
     model, optimizer, data = accelerator.prepare(model, sgd(model), loader())
     for _ in range(EPOCHS):
@@ -124,7 +140,11 @@ def accelerate(options: dict[str, Any]) -> None:
 def lightning(options: dict[str, Any]) -> None:
     import lightning as L
 
-    from outrider.integrations.lightning import OutriderStrategy
+    strategy: Any = "auto"
+    if options:
+        from outrider.integrations.lightning import OutriderStrategy
+
+        strategy = OutriderStrategy(**options)
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -139,7 +159,8 @@ def lightning(options: dict[str, Any]) -> None:
 
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     L.Trainer(
-        strategy=OutriderStrategy(**options),
+        strategy=strategy,
+        devices="auto" if options else 1,
         accelerator="cpu",
         max_epochs=EPOCHS,
         gradient_clip_val=NORM,
@@ -151,9 +172,12 @@ def lightning(options: dict[str, Any]) -> None:
 def fabric(options: dict[str, Any]) -> None:
     from lightning.fabric import Fabric
 
-    from outrider.integrations.lightning import OutriderFabricStrategy
+    if options:
+        from outrider.integrations.lightning import OutriderFabricStrategy
 
-    fabric = Fabric(accelerator="cpu", strategy=OutriderFabricStrategy(**options))
+        fabric = Fabric(accelerator="cpu", strategy=OutriderFabricStrategy(**options))
+    else:
+        fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     model = Classifier()
     model, optimizer = fabric.setup(model, sgd(model))
@@ -175,11 +199,13 @@ WAYS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def run(path: Path, rounds: int) -> None:
+def run(path: Path, rounds: int, *, with_outrider: bool) -> None:
     def command(way: str, folder: Path) -> list[str]:
-        return [sys.executable, "-W", "ignore", __file__, "one", way, str(folder / way)]
+        given = [] if with_outrider else ["--without-outrider"]
+        return [sys.executable, "-W", "ignore", __file__, "one", way, str(folder / way), *given]
 
-    found = turns.take_turns(list(WAYS), command, rounds=rounds, steps=STEPS)
+    ranks = turns.RANKS if with_outrider else 1
+    found = turns.take_turns(list(WAYS), command, rounds=rounds, steps=SAMPLES // BATCH // ranks, ranks=ranks)
     with path.open("a") as file:
         for times in found:
             file.write(json.dumps(times, separators=(",", ":")) + "\n")
@@ -188,7 +214,7 @@ def run(path: Path, rounds: int) -> None:
 def table(path: Path) -> None:
     rounds = [json.loads(line) for line in path.read_text().splitlines()]
     own = sorted(times["loop"] for times in rounds)
-    print(f"loop: {own[len(own) // 2]:.0f} ms per epoch of {STEPS} steps, {own[0]:.0f} to {own[-1]:.0f}\n")
+    print(f"loop: {own[len(own) // 2]:.0f} ms per turn, {own[0]:.0f} to {own[-1]:.0f}\n")
     print("| way | time ÷ loop, median | 95 % interval | rounds |\n| --- | --- | --- | --- |")
     for way in list(WAYS)[1:]:
         print(f"| {way} | {turns.ratio_in_words(rounds, way, 'loop')} |")
@@ -200,22 +226,23 @@ def main() -> None:
     parser.add_argument("path", help="the file of records; for one, the way")
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--without-outrider", action="store_true")
     wishes = parser.parse_args()
     if wishes.what == "run":
-        run(Path(wishes.path), wishes.rounds)
+        run(Path(wishes.path), wishes.rounds, with_outrider=not wishes.without_outrider)
     elif wishes.what == "table":
         table(Path(wishes.path))
     else:
-        WAYS[wishes.path](
-            {
-                "policy": "sync",
-                "devices": "cpu,cpu",
-                "run_dir": wishes.folder,
-                "quiet": True,
-                "seed": 0,
-                "threads_per_rank": 1,
-            }
-        )
+        options = {
+            "policy": "sync",
+            "devices": "cpu,cpu",
+            "run_dir": wishes.folder,
+            "quiet": True,
+            "threads_per_rank": 1,
+        }
+        os.environ["OUTPUT"] = f"{wishes.folder}-out"
+        torch.set_num_threads(1)
+        WAYS[wishes.path]({} if wishes.without_outrider else options)
 
 
 if __name__ == "__main__":

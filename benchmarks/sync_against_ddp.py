@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-STEPS = 4
+STEPS = int(os.environ.get("STEPS", "4"))
 """Of each rank in a turn, which is an epoch."""
 WAYS = ("ddp", "sync")
 
@@ -62,7 +62,16 @@ def gpt2() -> tuple[Counted, TensorDataset, int]:
     return Counted(model, lambda model, x, y: model(input_ids=x, labels=y).loss), TensorDataset(tokens, tokens), batch
 
 
-MODELS = {"resnet34": resnet34, "gpt2": gpt2}
+def mlp() -> tuple[Counted, TensorDataset, int]:
+    batch = 64
+    numbers = torch.Generator().manual_seed(0)
+    count = STEPS * turns.RANKS * batch
+    data = TensorDataset(torch.randn(count, 512, generator=numbers), torch.randint(10, (count,)))
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return Counted(model, lambda model, x, y: F.cross_entropy(model(x), y)), data, batch
+
+
+MODELS = {"mlp": mlp, "resnet34": resnet34, "gpt2": gpt2}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

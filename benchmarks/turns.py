@@ -85,14 +85,19 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def take_turns(
-    ways: Sequence[str], command: Callable[[str, Path], Sequence[str]], *, rounds: int, steps: int
+    ways: Sequence[str],
+    command: Callable[[str, Path], Sequence[str]],
+    *,
+    rounds: int,
+    steps: int,
+    ranks: int = RANKS,
 ) -> list[dict[str, float]]:
     """Milliseconds of each way in each round; `command` starts a way, whose epochs have so many steps per rank."""
     epochs = rounds + WARM_UP + 1
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-")))
         for way in ways:
-            for rank in range(RANKS):
+            for rank in range(ranks):
                 os.mkfifo(folder / f"{way}-{rank}")
                 # A named pipe forgets what nobody holds open.
                 pipe = stack.enter_context(_opened(folder / f"{way}-{rank}"))
