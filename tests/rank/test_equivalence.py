@@ -53,6 +53,11 @@ def make_plain_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
+def make_wide_model() -> nn.Module:
+    """Large enough that its gradients are averaged in pieces."""
+    return nn.Sequential(nn.Linear(6, 1100), nn.Tanh(), nn.Linear(1100, 1100), nn.Tanh(), nn.Linear(1100, 2))
+
+
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -137,6 +142,16 @@ def test_a_real_async_run_uses_every_sample_once_per_epoch(async_run: Path) -> N
 
 def test_a_real_cadence_run_uses_every_sample_once_per_epoch(cadence_run: Path) -> None:
     assert positions_used(cadence_run) == [Counter(range(SIZE))] * 2
+
+
+@pytest.mark.parametrize(("policy", "devices"), [("sync", "cpu,cpu"), ("balanced", "cpu,cpu@0.6,cpu@0.3")])
+def test_the_lab_repeats_shared_steps_of_a_large_model_bit_for_bit(policy: str, devices: str, tmp_path: Path) -> None:
+    changes = {"policy": policy, "epochs": 1, "max_grad_norm": 0.5}
+    run_for_real(tmp_path, make_wide_model, devices=devices, record_schedule=True, **changes)
+    again = replayed_in_lab(tmp_path, make_wide_model, ranks=len(devices.split(",")), **changes)
+    trained = load_file(tmp_path / "model.safetensors")
+    assert positions_used(tmp_path) == [Counter(range(SIZE))]
+    assert {name: torch.equal(tensor, again[name]) for name, tensor in trained.items()} == dict.fromkeys(trained, True)
 
 
 TORCHRUN_SCRIPT = """

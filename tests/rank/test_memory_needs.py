@@ -59,6 +59,16 @@ def test_averages_take_so_many_bytes_per_trained_parameter(policy: str, per_para
     assert told.total == per_parameter * TRAINED
 
 
+@pytest.mark.parametrize(
+    ("policy", "per_parameter"), [("sync", 4), ("balanced", 4), ("auto", 4), ("cadence", 4), ("async", 8)]
+)
+def test_gradients_in_pieces_take_no_memory_of_their_own(policy: str, per_parameter: int) -> None:
+    told = average_bytes(
+        Arena(adapted()), policy_spec(policy), outer=Outer(), wire="fp32", world_size=2, in_pieces=True
+    )
+    assert told.total == per_parameter * TRAINED
+
+
 def test_one_rank_needs_nothing_for_averages() -> None:
     assert average_bytes(Arena(adapted()), policy_spec("sync"), outer=Outer(), wire="fp32", world_size=1).total == 0
 

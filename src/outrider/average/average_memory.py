@@ -33,8 +33,13 @@ class AverageBytes:
         return self.common_point + self.snapshot + self.velocity + self.rounding + self.gradients
 
 
-def average_bytes(arena: Arena, policy: PolicySpec, *, outer: Outer, wire: str, world_size: int) -> AverageBytes:
-    """What averages of this model will take; of a policy that changes its steps, as it begins."""
+def average_bytes(
+    arena: Arena, policy: PolicySpec, *, outer: Outer, wire: str, world_size: int, in_pieces: bool = False
+) -> AverageBytes:
+    """What averages of this model will take; of a policy that changes its steps, as it begins.
+
+    Gradients that are summed `in_pieces` need no copy.
+    """
     if world_size == 1:
         return AverageBytes()
     whole = sum(numel * wire_dtype(dtype).itemsize for dtype, numel in arena.layout.totals.items())
@@ -45,5 +50,5 @@ def average_bytes(arena: Arena, policy: PolicySpec, *, outer: Outer, wire: str, 
         snapshot=whole if is_in_background else 0,
         velocity=trained if outer.has_velocity else 0,
         rounding=trained if wire == "int8" else 0,
-        gradients=trained if policy.shares_steps else 0,
+        gradients=trained if policy.shares_steps and not in_pieces else 0,
     )

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.average.arena import Arena
 from outrider.average.exchange import same_device
-from outrider.average.rank_facts import Settled, Tail
+from outrider.average.rank_facts import Settled
+from outrider.average.step_facts import StepFacts
 from outrider.average.tensor_layout import ALIGNMENT_BYTES, LayoutPlanner, TensorPlace
 from outrider.average.wire_plan import wire_dtype
-from outrider.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +64,6 @@ def cut(places: Sequence[TensorPlace], members: Sequence[int], *, max_bytes: int
 BUCKET_BYTES = 16 * 2**20
 """Much smaller buckets pay for more round trips; much larger ones are complete only at the end of backward."""
 
-# Numbers of each row in front of the caller's facts: samples, and whether the gradients are not finite.
-NUM_OWN = 2
-IS_BAD = 1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Body:
@@ -106,24 +102,25 @@ class GradientExchange:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.num_facts = num_facts
         self.device = same_device(device, arena.device)
-        takes_all = arena.layout.takes_all
-        self.parameters: list[nn.Parameter] = [one for one in arena.parameters if one.requires_grad or not takes_all]
+        self._facts = StepFacts(
+            arena, rank=rank, world_size=world_size, num_facts=num_facts, pin_memory=self.device.type == "cuda"
+        )
+        self.parameters = self._facts.parameters
         """The participating parameters."""
         self.wires: list[Tensor] = []
         self.buckets: list[Bucket] = []
         """The wires in the order in which they are summed; the last one carries the facts."""
-        self.has_all = False
-        """Whether every parameter had a gradient when this step was packed."""
         self._arena_device = arena.device
-        self._frozen = arena.frozen
-        self._unexpected = [one for one in arena.parameters if takes_all and not one.requires_grad]
-        self._tail = Tail(rank=rank, world_size=world_size, num_values=NUM_OWN + num_facts)
         self._probe = torch.zeros((), dtype=torch.float32, device=arena.device)
         """Finite if the gradients of this step that were packed so far are finite."""
         self._num_packed = 0
         self._allocate(bucket_bytes)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every parameter had a gradient when this step was packed."""
+        return self._facts.has_all
 
     @property
     def maxima(self) -> list[Tensor]:
@@ -155,19 +152,13 @@ class GradientExchange:
     @torch.no_grad()
     def pack(self, samples: int, facts: Sequence[float]) -> list[Tensor]:
         """Copy the remaining gradients, the facts, and which parameters had a gradient; returns the tensors to sum."""
-        assert len(facts) == self.num_facts, f"{len(facts)} facts, {self.num_facts} expected"
-        self._refuse_thawed()
-        for parameter in self._frozen:
-            parameter.grad = None
+        self._facts.write(samples, facts)
         left = self.buckets[self._num_packed :]
         self._num_packed = 0
         for bucket in left:
             self._fill(bucket, samples)
-        self._tell_presence(samples)
-        self._tail.encode([samples, 0.0, *facts], self._tail.own_row(self._own_tail))
-        self._slots.copy_(self._own_slots, non_blocking=True)
-        # Written on the device of the sum, so that the host need not wait for a GPU.
-        self._tail.own_row(self._slots[: self._tail.num_slots])[IS_BAD, 0].copy_(~torch.isfinite(self._probe))
+        self._slots.copy_(self._facts.own, non_blocking=True)
+        self._facts.mark_bad(self._slots, self._probe)
         self._probe.zero_()
         if self.is_bridged and self._arena_device.type == "cuda":
             torch.cuda.current_stream(self._arena_device).synchronize()
@@ -181,7 +172,7 @@ class GradientExchange:
     @torch.no_grad()
     def hand_out(self) -> None:
         """Assign the mean gradients to the parameters; waits for the device only if this rank lacked one."""
-        share = self._tail.total_samples(self._slots[: self._tail.num_slots]).clamp(min=1.0).reciprocal()
+        share = self._facts.share(self._slots)
         for body in self._bodies:
             body.summed.mul_(share)
             body.receive()
@@ -189,19 +180,13 @@ class GradientExchange:
             for parameter, view in zip(self.parameters, self._results, strict=True):
                 parameter.grad = view
             return
-        num_present = self._slots[self._tail.num_slots :].tolist()
+        num_present = self._facts.num_present(self._slots)
         for parameter, view, count in zip(self.parameters, self._results, num_present, strict=True):
             parameter.grad = view if count else None
 
     def facts(self) -> Settled:
         """The facts of all ranks; waits for the device."""
-        rows = self._tail.decode(self._slots[: self._tail.num_slots].cpu())
-        total_samples = round(sum(row[0] for row in rows))
-        return Settled(
-            facts=tuple(tuple(row[NUM_OWN:]) for row in rows),
-            total_samples=total_samples,
-            not_finite=tuple(rank for rank, row in enumerate(rows) if row[IS_BAD]),
-        )
+        return self._facts.settled(self._slots)
 
     def _fill(self, bucket: Bucket, samples: int) -> None:
         if samples:
@@ -224,31 +209,13 @@ class GradientExchange:
         if present:
             torch._foreach_copy_(views, present)
 
-    def _tell_presence(self, samples: int) -> None:
-        present = [parameter.grad is not None for parameter in self.parameters]
-        self.has_all = samples > 0 and all(present)
-        if self.has_all:
-            self._own_presence.fill_(1.0)
-        elif samples:
-            self._own_presence.copy_(torch.tensor(present))
-        else:
-            self._own_presence.zero_()
-
-    def _refuse_thawed(self) -> None:
-        for parameter in self._unexpected:
-            if parameter.grad is not None:
-                raise ConfigError(
-                    f"a frozen parameter of shape {tuple(parameter.shape)} got a gradient after training began",
-                    hint="set requires_grad before training starts",
-                )
-
     # In memory the facts come first, because the first parameters are the last to get their gradients.
 
     def _allocate(self, bucket_bytes: int) -> None:
         planner = LayoutPlanner()
         places = [planner.place(parameter) for parameter in self.parameters]
         planner.align()
-        num_slots = self._tail.num_slots + len(self.parameters)
+        num_slots = self._facts.num_slots
         dtypes = sorted({wire_dtype(dtype) for dtype in planner.ends} or {torch.float32}, key=lambda d: -d.itemsize)
         self._bodies: list[_Body] = []
         for dtype in dtypes:
@@ -257,9 +224,6 @@ class GradientExchange:
             self.wires.append(self._buffer(start + sum(lengths.values()), dtype))
             self._bodies.append(self._body(self.wires[-1][start:], lengths))
         self._slots = self.wires[0][:num_slots]
-        self._own_slots = torch.zeros(num_slots, dtype=dtypes[0], pin_memory=self.device.type == "cuda")
-        self._own_tail = self._own_slots[: self._tail.num_slots]
-        self._own_presence = self._own_slots[self._tail.num_slots :]
         self._views = _lay_out(places, {d: flat for body in self._bodies for d, flat in body.sections.items()})
         self._results = _lay_out(places, {d: flat for body in self._bodies for d, flat in body.rounded.items()})
         for wire, body in reversed(list(zip(self.wires, self._bodies, strict=True))):

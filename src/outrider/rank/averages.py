@@ -19,11 +19,10 @@ from outrider.average.broadcast import StateBroadcast, take_mean
 from outrider.average.checks import Verifier
 from outrider.average.device_average import DeviceAverager
 from outrider.average.exchange import Exchange
-from outrider.average.gradients import GradientExchange
+from outrider.average.gradient_average import GradientAverage, are_in_pieces, gradient_average
 from outrider.average.host_average import HostAverager
 from outrider.average.layout_change import carried_over, layout_of_saved
 from outrider.average.optimizer_state import OptimizerArena
-from outrider.average.overlap import Overlap
 from outrider.average.own_arena import OwnArena
 from outrider.average.rank_facts import Settled
 from outrider.average.resting import content_hash
@@ -98,14 +97,13 @@ class GroupAverages:
         self._backend = backend
         self._collective = world.collective_for(backend)
         # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
-        self._pays_to_overlap = backend.on_device or len(set(world.hosts)) > 1
+        self._pays_to_overlap = backend.on_device or not world.is_one_host
         # Who waits for another does so on the host, and keeps no device busy.
         self._words = (
             world.collective_for("cpu", what="word of their arrival") if backend.on_device else self._collective
         )
         self._verifier = Verifier(world.rank, self._collective.gather) if verify else None
         self._open_exchanges()
-        self._timeout_s = world.timeout_s
         self._names = [str(spec) for spec in world.specs]
         self._batches_by_rank = [0.0] * world.size
         self._has_optimizer = False
@@ -129,7 +127,7 @@ class GroupAverages:
             device=device,
             wire=replica.recipe.wire,
         )
-        self._overlapped: Overlap | None = None
+        self._shared: GradientAverage | None = None
         self._averager = self._make_averager()
         self._broadcast = StateBroadcast(
             replica.arena,
@@ -149,23 +147,23 @@ class GroupAverages:
         )
 
     @property
-    def _overlap(self) -> Overlap:
+    def _gradients(self) -> GradientAverage:
         """Made when the first gradients are shared: policies of local steps need no memory for them."""
-        if self._overlapped is None:
-            replica, world = self._replica, self._world
-            exchange = GradientExchange(
-                replica.arena,
-                rank=world.rank,
-                world_size=world.size,
+        if self._shared is None:
+            self._shared = gradient_average(
+                self._replica.arena,
+                self._collective,
                 num_facts=NUM_FACTS,
                 device=self._exchange.device,
+                in_pieces=self._sums_pieces,
+                timeout_s=self._world.timeout_s,
             )
-            self._overlapped = Overlap(exchange, self._collective)
-        return self._overlapped
+        return self._shared
 
     @property
-    def _gradients(self) -> GradientExchange:
-        return self._overlap.exchange
+    def _sums_pieces(self) -> bool:
+        world = self._world
+        return are_in_pieces(self._replica.arena, is_on_cpus=world.is_on_cpus, is_one_host=world.is_one_host)
 
     def _make_averager(self) -> Averager:
         await_others = partial(self._words.gather, [self._world.rank])
@@ -255,7 +253,7 @@ class GroupAverages:
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
         """Around a gradient: its sum may begin before it is complete."""
-        return self._overlap.backward(samples) if self._may_overlap else contextlib.nullcontext()
+        return self._gradients.overlapped(samples) if self._may_overlap else contextlib.nullcontext()
 
     @property
     def _may_overlap(self) -> bool:
@@ -263,17 +261,10 @@ class GroupAverages:
 
     def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
         """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""
-        started = self._overlap.take_started()
-        started += [self._collective.start_sum_(wire) for wire in self._gradients.pack(samples, facts)]
-        self._collective.wait(started)
-        if not self._gradients.has_all:
-            # Which parameters get one is then read from the device: a lost peer must not make that wait forever.
-            self._collective.finish(self._timeout_s)
-        self._gradients.hand_out()
+        self._gradients.average(samples, facts)
 
     def gradient_facts(self) -> Settled:
         """What the ranks told each other with the gradients; waits until the device has come to this point."""
-        self._collective.finish(self._timeout_s)
         return self._gradients.facts()
 
     def refuse_not_finite(self, settled: Settled, *, step: int, scaled: Collection[int] = ()) -> None:

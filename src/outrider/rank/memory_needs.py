@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.average.average_memory import AverageBytes, average_bytes
+from outrider.average.gradient_average import are_in_pieces
 from outrider.errors import DeviceError
 from outrider.record.disk_space import in_units
 from outrider.replica.optimizer_memory import present_bytes, state_bytes
@@ -63,6 +64,7 @@ def needs_of(replica: RankReplica, world: World) -> MemoryNeeds:
         outer=replica.compensation.outer,
         wire=recipe.wire,
         world_size=world.size,
+        in_pieces=are_in_pieces(replica.arena, is_on_cpus=world.is_on_cpus, is_one_host=world.is_one_host),
     )
     states = [state_bytes(optimizer) for optimizer in replica.optimizers]
     state = None if None in states else sum(one for one in states if one is not None)

@@ -166,8 +166,7 @@ class Checkpoints:
         All ranks call this, because each rank knows only its own disk and memory.
         """
         can = isinstance(part, Copied) and self._was_read_back and self._has_room(part)
-        is_one_host = len(set(self._world.hosts)) == 1
-        return is_one_host and all(self._world.exchange_json(can, name="checkpoints in the background"))
+        return self._world.is_one_host and all(self._world.exchange_json(can, name="checkpoints in the background"))
 
     def _has_room(self, part: Copied) -> bool:
         needed = num_bytes(part.state) + num_bytes(part.model)

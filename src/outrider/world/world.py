@@ -121,6 +121,15 @@ class World:
         world.specs, world.hosts = (link.spec,), (socket.gethostname(),)
         return world
 
+    @property
+    def is_one_host(self) -> bool:
+        return len(set(self.hosts)) == 1
+
+    @property
+    def is_on_cpus(self) -> bool:
+        """Whether every rank computes on a CPU."""
+        return all(spec.kind == "cpu" for spec in self.specs)
+
     def _meet(self) -> None:
         attempt = meet(self.store, rank=self.rank, world_size=self.size, timeout_s=self.timeout_s)
         self.store = self.store.under(attempt)

@@ -1,0 +1,230 @@
+"""Decides how the gradients of a shared step are cut into pieces, and how the mean of a piece comes back into them.
+
+For ranks whose gradients are in host memory: a piece stays in cache while it is scaled, checked and summed, and the
+mean is written over the gradient, so there is no second copy of all gradients. Does not communicate. Called by
+PiecewiseGradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from outrider.average.arena import Arena
+from outrider.average.rank_facts import Settled
+from outrider.average.step_facts import StepFacts
+from outrider.average.tensor_layout import LayoutPlanner, TensorPlace
+from outrider.average.wire_plan import wire_dtype
+
+PIECE_BYTES = 2**20
+"""About what the second-level cache of one core holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientSpan:
+    """A range of a gradient, in the order of memory."""
+
+    member: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPiece:
+    """What is summed at a time."""
+
+    dtype: torch.dtype
+    spans: tuple[GradientSpan, ...]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [span.numel for span in self.spans]
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def cut_gradients(places: Sequence[TensorPlace], *, piece_bytes: int = PIECE_BYTES) -> list[GradientPiece]:
+    """Pieces of at most `piece_bytes` with the gradients one after the other; each is summed in one dtype."""
+    dtypes = sorted({wire_dtype(place.dtype) for place in places}, key=lambda dtype: -dtype.itemsize)
+    return [
+        GradientPiece(dtype=dtype, spans=spans)
+        for dtype in dtypes
+        for spans in _cut(places, dtype, piece_numel=piece_bytes // dtype.itemsize)
+    ]
+
+
+def _cut(places: Sequence[TensorPlace], dtype: torch.dtype, *, piece_numel: int) -> Iterator[tuple[GradientSpan, ...]]:
+    spans: list[GradientSpan] = []
+    room = piece_numel
+    for member, place in enumerate(places):
+        at = 0 if wire_dtype(place.dtype) == dtype else place.numel
+        while at < place.numel:
+            stop = min(place.numel, at + room)
+            spans.append(GradientSpan(member=member, start=at, stop=stop))
+            room -= stop - at
+            at = stop
+            if not room:
+                yield tuple(spans)
+                spans, room = [], piece_numel
+    if spans:
+        yield tuple(spans)
+
+
+class GradientPieces:
+    """Gradients of one step in pieces: sends samples * gradient, receives the mean weighted by samples.
+
+    Gradients that are missing, and frozen parameters, are treated as GradientExchange does, with the same bits.
+    """
+
+    def __init__(
+        self, arena: Arena, *, rank: int, world_size: int, num_facts: int, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        assert arena.device.type == "cpu", f"gradients in pieces are in host memory, got {arena.device}"
+        self.rank = rank
+        self.world_size = world_size
+        self.facts = StepFacts(arena, rank=rank, world_size=world_size, num_facts=num_facts)
+        planner = LayoutPlanner()
+        self._places = [planner.place(parameter) for parameter in self.facts.parameters]
+        self.pieces = cut_gradients(self._places, piece_bytes=piece_bytes)
+        self._scratch = torch.empty(max((piece.num_bytes for piece in self.pieces), default=0), dtype=torch.uint8)
+        self._samples = 0
+        self._sources: list[Tensor | None] = []
+        """The gradients of this rank in the order of memory; None where there is none."""
+        self._targets: list[Tensor | None] = []
+        """Where the means go; the same memory for gradients of this rank."""
+        self._probe = 0.0
+        """Finite if the gradients of this step that were packed so far are finite."""
+        self._slots = self.facts.own
+        self._share = torch.ones((), dtype=torch.float64)
+        self._settled: Settled | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What one average sends: gradients, facts, and who has gradients that are not finite."""
+        return sum(piece.num_bytes for piece in self.pieces) + self.facts.own.nbytes + 4 * self.world_size
+
+    @torch.no_grad()
+    def open(self, samples: int, facts: Sequence[float]) -> None:
+        """Begin the average of a step."""
+        self.facts.write(samples, facts)
+        self._samples, self._probe, self._settled = samples, 0.0, None
+        self._sources = self._targets = [self._flat_of(member) for member in range(len(self._places))]
+
+    @torch.no_grad()
+    def pack(self, piece: GradientPiece, into: Tensor) -> None:
+        """Write samples * gradient."""
+        if not self._samples:
+            into.zero_()
+            return
+        views = into.split(piece.lengths)
+        sources = _ranges(self._sources, piece.spans)
+        for view, source in zip(views, sources, strict=True):
+            if source is None:
+                view.zero_()
+        present = [(view, source) for view, source in zip(views, sources, strict=True) if source is not None]
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [source for _, source in present])
+            into.mul_(self._samples)
+        # Any NaN or infinity makes the sum not finite.
+        self._probe += into.sum().item()
+
+    def pack_facts(self, into: Tensor) -> None:
+        into.copy_(self.facts.own)
+
+    @torch.no_grad()
+    def take_facts(self, segments: Sequence[Tensor]) -> None:
+        """The sum of the facts: from here on it is known which gradients there are, and what they are divided by."""
+        self._slots = torch.cat(list(segments))
+        self._share = self.facts.share(self._slots)
+        if self.facts.has_all:
+            return
+        counts = self.facts.num_present(self._slots)
+        # Not in place: pieces that are packed later have nothing from this rank there.
+        self._targets = [self._target_of(member, has_mean=count > 0) for member, count in enumerate(counts)]
+
+    @torch.no_grad()
+    def settle(self, piece: GradientPiece, segments: Sequence[Tensor]) -> None:
+        """Write the mean of a piece over the gradients in it; `segments` are its sum, and stay what they are."""
+        mean = self._scratch[: piece.num_bytes].view(piece.dtype)
+        parts = mean.split([segment.numel() for segment in segments])
+        for part, segment in zip(parts, segments, strict=True):
+            torch.mul(segment, self._share, out=part)
+        pairs = zip(_ranges(self._targets, piece.spans), mean.split(piece.lengths), strict=True)
+        present = [(target, view) for target, view in pairs if target is not None]
+        if present:
+            torch._foreach_copy_([target for target, _ in present], [view for _, view in present])
+
+    def pack_flags(self, into: Tensor) -> None:
+        """Whether the gradients of this rank were not finite, which is known when all are packed."""
+        into.zero_()
+        into[self.rank] = float(not math.isfinite(self._probe))
+
+    def take_flags(self, segments: Sequence[Tensor]) -> None:
+        flags = torch.cat(list(segments)).tolist()
+        bad = tuple(rank for rank, flag in enumerate(flags) if flag)
+        self._settled = replace(self.facts.settled(self._slots), not_finite=bad)
+        self._sources = self._targets = []
+
+    def settled(self) -> Settled:
+        """The facts of all ranks."""
+        assert self._settled is not None, "no average of gradients is complete"
+        return self._settled
+
+    def _flat_of(self, member: int) -> Tensor | None:
+        """The memory of a gradient; one that cannot be written over, or is laid out otherwise, is copied first."""
+        gradient, place = self.facts.parameters[member].grad, self._places[member]
+        if gradient is None:
+            return None
+        if gradient.is_sparse or gradient.requires_grad or not _is_laid_out_as(place, gradient):
+            flat = self._place_fresh(member)
+            fresh = self.facts.parameters[member].grad
+            assert fresh is not None
+            fresh.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            return flat
+        return _in_memory_order(gradient, place)
+
+    def _target_of(self, member: int, *, has_mean: bool) -> Tensor | None:
+        if not has_mean:
+            self.facts.parameters[member].grad = None
+            return None
+        own = self._sources[member]
+        return self._place_fresh(member) if own is None else own
+
+    def _place_fresh(self, member: int) -> Tensor:
+        parameter, place = self.facts.parameters[member], self._places[member]
+        parameter.grad = torch.empty_strided(place.size, place.stride, dtype=parameter.dtype)
+        return _in_memory_order(parameter.grad, place)
+
+
+def _ranges(flats: Sequence[Tensor | None], spans: Sequence[GradientSpan]) -> list[Tensor | None]:
+    ranges: list[Tensor | None] = []
+    for span in spans:
+        flat = flats[span.member]
+        ranges.append(None if flat is None else flat[span.start : span.stop])
+    return ranges
+
+
+def _is_laid_out_as(place: TensorPlace, gradient: Tensor) -> bool:
+    strides = zip(gradient.stride(), place.stride, place.size, strict=True)
+    return all(own == expected or size == 1 for own, expected, size in strides)
+
+
+def _in_memory_order(gradient: Tensor, place: TensorPlace) -> Tensor:
+    gradient = gradient.detach()
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return real.as_strided((place.numel,), (1,))
