@@ -111,6 +111,27 @@ def test_a_machine_that_changes_its_speed_is_told_and_not_taken_for_a_slow_devic
     assert as_document(unsure)["spread"] == 0.5
 
 
+def with_epochs_of_one_report(told: TrialReports, end_ms: float) -> TrialReports:
+    """The same, and each report is an epoch of its own that ends in `end_ms`."""
+    reports = tuple(replace(one, wall_ms=(one.wall_ms or 0.0) + end_ms, is_first=True) for one in told.reports)
+    return replace(told, reports=reports)
+
+
+def test_short_epochs_are_forecast_with_their_ends() -> None:
+    devices = {"cpu": 8.0, "cpu@0.4": 20.0}
+    work = replace(WORK, num_samples=64)
+    solos = [solo(device, step_ms) for device, step_ms in devices.items()]
+    trials = [joint(policy, devices, average_ms=0.5) for policy in TRIAL_POLICIES]
+    short = [with_epochs_of_one_report(one, 5.0) if one.policy in ("sync", "cadence") else one for one in trials]
+    before, after = advise(solos, trials, work), advise(solos, short, work)
+    for policy, more_s in (("sync", 0.005), ("cadence", 0.005), ("balanced", 0.0), ("async", 0.0)):
+        long, ended = before.cell(policy, list(devices)), after.cell(policy, list(devices))
+        assert long is not None
+        assert ended is not None
+        assert ended.epoch_s - long.epoch_s == pytest.approx(more_s, abs=2e-4)
+        assert ended.samples_per_s == pytest.approx(64 / ended.epoch_s)
+
+
 def test_every_choice_of_three_devices_is_forecast() -> None:
     advice = advised({"cuda:0": 8.0, "cuda:1": 10.0, "cpu": 4_000.0})
     choices = {cell.devices for cell in advice.cells}

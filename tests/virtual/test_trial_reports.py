@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from outrider.virtual.trial_reports import (
     background_cost,
     count_reports,
     device_speed,
+    epoch_end_ms,
     meeting_cost,
     read_trial,
     samples_per_s,
@@ -105,11 +107,41 @@ def test_a_file_of_a_run_that_was_killed_is_read_up_to_its_half_line(tmp_path: P
 
 
 def test_time_between_two_epochs_does_not_count(tmp_path: Path) -> None:
-    lines = [line(0.01 * i, seen=0 if i < 4 else 32) for i in range(8)]
+    # 8 samples in 10 ms, and 500 ms between the epochs.
+    lines = [line(0.01 * i + (0.5 if i >= 4 else 0.0), seen=0 if i < 4 else 32) for i in range(8)]
     write(tmp_path, [{"schema_version": 1, "rank": 0}, *lines, {"peak_memory_bytes": 7}])
     told = read_trial(tmp_path, policy="sync", devices=["cpu"])
-    assert [one.wall_ms is None for one in told.reports] == [True, False, False, False, True, False, False, False]
+    assert [one.is_first for one in told.reports] == [True, False, False, False, True, False, False, False]
+    assert samples_per_s(told.reports) == pytest.approx(800)
     assert told.peak_memory_bytes == (7,)
+
+
+def test_the_end_of_an_epoch_is_what_is_neither_step_nor_average() -> None:
+    # Steps of 10 and 6 ms, an average of 2 ms and 1 ms of the rest; between two epochs there are 7 ms more.
+    one = report(window(8, 10.0, exposed_ms=2.0), window(8, 6.0, exposed_ms=6.0), wall_ms=13.0)
+    reports = [one, one, one, replace(one, wall_ms=20.0, is_first=True)] * 3
+    assert epoch_end_ms(reports, meeting_cost(reports)) == pytest.approx(7.0)
+    assert epoch_end_ms([one] * 4, meeting_cost([one] * 4)) == 0.0
+
+
+def test_the_end_of_an_epoch_in_the_background_is_told_by_rank_0() -> None:
+    # 10 ms of steps, a snapshot of 2 ms and 1 ms for each of 2 batches; at the end of an epoch rank 0 also waits 5 ms.
+    fast = window(16, 10.0, batches=2, exposed_ms=3.0, waited_ms=1.0, average_ms=9.0)
+    slow = window(8, 30.0, exposed_ms=1.0, average_ms=4.0)
+    one = report(fast, slow, wall_ms=15.0, kind="background")
+    reports = [one, replace(one, wall_ms=19.0, is_first=True)] * 4
+    assert epoch_end_ms(reports, background_cost(reports)) == pytest.approx(5.5)
+
+
+def test_epochs_of_one_average_each_are_measured_with_their_ends() -> None:
+    # 16 samples every 20 ms: steps of 10 ms, an average of 2 ms, and the rest is the end of the epoch.
+    one = report(window(8, 10.0, exposed_ms=2.0), window(8, 6.0, exposed_ms=6.0), wall_ms=20.0, kind="average")
+    reports = [replace(one, is_first=True)] * 5
+    cost = meeting_cost(reports)
+    assert samples_per_s(reports) == pytest.approx(800)
+    assert (cost.average_ms, cost.overhead_ms) == pytest.approx((2.0, 0.0))
+    assert epoch_end_ms(reports, cost) == pytest.approx(8.0)
+    assert background_cost([replace(one, is_first=True, kind="background")] * 3).overhead_ms == 0.0
 
 
 def test_the_first_steps_do_not_count(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from outrider.virtual.trial_reports import (
     TrialReports,
     background_cost,
     device_speed,
+    epoch_end_ms,
     meeting_cost,
     samples_per_s,
     steps_of,
@@ -125,13 +126,14 @@ def advise(
     devices = tuple(solo.devices[0] for solo in solos)
     trials = [(solo,) for solo in solos] if not again else list(zip(solos, again, strict=True))
     alone = [_alone_speed(own) for own in trials]
-    costs = {} if not joint else _measured(joint)
+    costs, ends_ms = ({}, {}) if not joint else (_measured(joint), _epoch_ends(joint))
     cells = [_solo_cell(rank, own, workload) for rank, own in enumerate(trials)]
     rates = [cell.samples_per_s for cell in cells]
     for ranks in _subsets(rates):
         for policy in TRAINING_POLICIES if costs else ():
             outcome = simulate(policy, _scenario(ranks, alone, costs[policy], workload))
-            cells.append(_cell(devices, ranks, outcome, workload, memory=_memory(joint, policy)))
+            memory = _memory(joint, policy)
+            cells.append(_cell(devices, ranks, outcome, workload, memory=memory, end_ms=ends_ms[policy]))
     best = _best(cells)
     fastest = max(rates)
     left_out = tuple(devices[rank] for rank in sorted(range(len(devices)), key=lambda rank: rates[rank]))
@@ -200,6 +202,20 @@ def _measured(joint: Sequence[TrialReports]) -> dict[str, MeasuredCosts]:
     return costs
 
 
+def _epoch_ends(joint: Sequence[TrialReports]) -> dict[str, float]:
+    """What the end of an epoch takes in each policy; short epochs are mostly ends. Of `auto`, the longer."""
+    ends_ms = {trial.policy: _epoch_end(trial) for trial in joint}
+    return ends_ms | {"auto": max(ends_ms["balanced"], ends_ms["async"])}
+
+
+def _epoch_end(trial: TrialReports) -> float:
+    if background := trial.of_kind("background"):
+        return epoch_end_ms(background, background_cost(background))
+    # Ranks that share steps may also leave all of an epoch to one of them, and then only confer.
+    meetings = trial.of_kind("shared") or trial.of_kind("average")
+    return epoch_end_ms([*meetings, *trial.of_kind("confer")], meeting_cost(meetings))
+
+
 def _shared_costs(trial: TrialReports, steps: Sequence[Sequence[tuple[int, float]]]) -> MeasuredCosts:
     cost = meeting_cost(trial.of_kind("shared"))
     speeds = tuple(device_speed(own, overhead_ms=cost.overhead_ms) for own in steps)
@@ -263,11 +279,12 @@ def _memory(joint: Sequence[TrialReports], policy: str) -> tuple[int | None, ...
 def _solo_cell(rank: int, trials: Sequence[TrialReports], workload: TrainingWork) -> Cell:
     # As one run of both: the time of a sample is averaged, not its inverse.
     rate = harmonic_mean([samples_per_s(trial.of_kind("shared")) for trial in trials])
+    epoch_s = workload.num_samples / rate + fmean(map(_epoch_end, trials)) / 1e3
     return Cell(
         devices=trials[0].devices,
         policy=SOLO,
-        samples_per_s=rate,
-        epoch_s=workload.num_samples / rate,
+        samples_per_s=workload.num_samples / epoch_s,
+        epoch_s=epoch_s,
         wait_by_rank=(0.0,),
         averaging=0.0,
         share_by_rank=(1.0,),
@@ -283,13 +300,15 @@ def _cell(
     workload: TrainingWork,
     *,
     memory: Sequence[int | None],
+    end_ms: float,
 ) -> Cell:
     samples = sum(outcome.samples_by_rank)
+    epoch_s = workload.num_samples / outcome.samples_per_s + end_ms / 1e3
     return Cell(
         devices=tuple(devices[rank] for rank in ranks),
         policy=outcome.policy,
-        samples_per_s=outcome.samples_per_s,
-        epoch_s=workload.num_samples / outcome.samples_per_s,
+        samples_per_s=workload.num_samples / epoch_s,
+        epoch_s=epoch_s,
         wait_by_rank=outcome.wait_by_rank,
         averaging=outcome.exposed_average_fraction,
         share_by_rank=tuple(own / samples for own in outcome.samples_by_rank),

@@ -48,13 +48,15 @@ class RankWindow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReport:
-    """One report of a trial run, and how long after the last one of the same epoch it came."""
+    """One report of a trial run, and how long after the last one it came."""
 
     kind: str
     """shared, average, background or confer."""
     wall_ms: float | None
-    """None for the first of an epoch."""
+    """None for the first of the run."""
     ranks: tuple[RankWindow, ...]
+    is_first: bool = False
+    """Of its epoch: its time is also that in which the epoch before ended."""
 
     @property
     def samples(self) -> int:
@@ -124,19 +126,26 @@ def _peak(lines: Sequence[dict[str, Any]]) -> int | None:
 
 
 def _report(line: dict[str, Any], before: dict[str, Any] | None) -> TrialReport:
-    is_next = before is not None and before["seen"] == line["seen"]
-    wall_ms = (line["t"] - before["t"]) * 1e3 if before is not None and is_next else None
-    return TrialReport(kind=line["kind"], wall_ms=wall_ms, ranks=tuple(RankWindow(**rank) for rank in line["ranks"]))
+    return TrialReport(
+        kind=line["kind"],
+        wall_ms=None if before is None else (line["t"] - before["t"]) * 1e3,
+        ranks=tuple(RankWindow(**rank) for rank in line["ranks"]),
+        is_first=before is None or before["seen"] != line["seen"],
+    )
 
 
 # What they say
 
 
 def samples_per_s(reports: Sequence[TrialReport]) -> float:
-    """Throughput over these reports, from the wall clock."""
-    timed = [(report.samples, report.wall_ms) for report in reports if report.wall_ms and report.samples]
-    walls_ms = _clipped([(samples, wall_ms) for samples, wall_ms in timed if wall_ms is not None])
-    return sum(samples for samples, _ in timed) / sum(walls_ms) * 1e3
+    """Throughput within epochs, from the wall clock; with their ends where every epoch has only one report."""
+    told = _within_epochs([report for report in reports if report.wall_ms and report.samples])
+    timed = [(report.samples, report.wall_ms) for report in told if report.wall_ms is not None]
+    return sum(samples for samples, _ in timed) / sum(_clipped(timed)) * 1e3
+
+
+def _within_epochs(reports: Sequence[TrialReport]) -> list[TrialReport]:
+    return [report for report in reports if not report.is_first] or list(reports)
 
 
 def device_speed(observed: Sequence[tuple[int, float]], *, overhead_ms: float = 0.0) -> DeviceSpeed:
@@ -193,7 +202,7 @@ def meeting_cost(reports: Sequence[TrialReport]) -> MeetingCost:
     """Of shared steps and of blocking averages: all ranks leave one together, so their wall time is the same."""
     averages_ms, rests_ms = [], []
     for report, after in pairwise(reports):
-        if report.wall_ms is None or after.wall_ms is None:
+        if report.wall_ms is None or report.is_first or after.is_first:
             continue
         steps_ms = max(rank.compute_ms + rank.setup_ms for rank in report.ranks)
         # What an average took is told with the next one; the last rank to join it waited for nobody.
@@ -202,7 +211,9 @@ def meeting_cost(reports: Sequence[TrialReport]) -> MeetingCost:
         batches = max(1, *(rank.batches for rank in report.ranks))
         rests_ms.append((report.wall_ms - steps_ms - average_ms) / batches)
     if not averages_ms:
-        return MeetingCost(average_ms=0.0, overhead_ms=0.0)
+        # One per epoch: what is neither step nor average cannot be told from the end of the epoch.
+        told_ms = [min(rank.exposed_ms for rank in report.ranks) for report in reports[1:]]
+        return MeetingCost(average_ms=_typical(told_ms) if told_ms else 0.0, overhead_ms=0.0)
     return MeetingCost(average_ms=_typical(averages_ms), overhead_ms=max(0.0, _typical(rests_ms)))
 
 
@@ -219,7 +230,7 @@ class BackgroundCost:
 
 def background_cost(reports: Sequence[TrialReport]) -> BackgroundCost:
     """Of averages in the background; each rank goes on, so only rank 0, whose clock was read, tells its wall time."""
-    told = [report for report in reports if report.wall_ms is not None]
+    told = [report for report in _within_epochs(reports) if report.wall_ms is not None]
     if not told:
         return BackgroundCost(average_ms=0.0, snapshot_ms=0.0, overhead_ms=0.0)
     exposed_ms = [rank.exposed_ms - rank.waited_ms for report in told for rank in report.ranks]
@@ -231,8 +242,24 @@ def background_cost(reports: Sequence[TrialReport]) -> BackgroundCost:
     return BackgroundCost(
         average_ms=_typical(average_ms),
         snapshot_ms=max(0.0, _typical(exposed_ms)),
-        overhead_ms=max(0.0, (wall_ms - spent_ms) / batches),
+        overhead_ms=0.0 if told[0].is_first else max(0.0, (wall_ms - spent_ms) / batches),
     )
+
+
+def epoch_end_ms(reports: Sequence[TrialReport], cost: MeetingCost | BackgroundCost) -> float:
+    """What the end of an epoch and the start of the next take besides steps and averages; 0 where none was seen.
+
+    In a blocking average all ranks meet; in the background only rank 0, whose clock was read, tells its wall time.
+    """
+    blocks = isinstance(cost, MeetingCost)
+    average_ms = cost.average_ms if isinstance(cost, MeetingCost) else cost.snapshot_ms
+    ends_ms = []
+    for report in reports:
+        if report.is_first and report.wall_ms is not None:
+            ranks = report.ranks if blocks else report.ranks[:1]
+            steps_ms = max(rank.compute_ms + rank.setup_ms + cost.overhead_ms * rank.batches for rank in ranks)
+            ends_ms.append(report.wall_ms - steps_ms - average_ms)
+    return max(0.0, _typical(ends_ms)) if ends_ms else 0.0
 
 
 def _typical(values_ms: Sequence[float]) -> float:
