@@ -21,8 +21,8 @@ from outrider.average.step_facts import StepFacts
 from outrider.average.tensor_layout import LayoutPlanner, TensorPlace
 from outrider.average.wire_plan import wire_dtype
 
-PIECE_BYTES = 2**20
-"""About what the second-level cache of one core holds."""
+PIECE_BYTES = 4 * 2**20
+"""Smaller pieces need more messages, larger ones do not fit the caches; as PIECE_NUMEL of averages of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,6 @@ class GradientPieces:
         planner = LayoutPlanner()
         self._places = [planner.place(parameter) for parameter in self.facts.parameters]
         self.pieces = cut_gradients(self._places, piece_bytes=piece_bytes)
-        self._scratch = torch.empty(max((piece.num_bytes for piece in self.pieces), default=0), dtype=torch.uint8)
         self._samples = 0
         self._sources: list[Tensor | None] = []
         """The gradients of this rank in the order of memory; None where there is none."""
@@ -131,15 +130,13 @@ class GradientPieces:
         if not self._samples:
             into.zero_()
             return
-        views = into.split(piece.lengths)
-        sources = _ranges(self._sources, piece.spans)
-        for view, source in zip(views, sources, strict=True):
+        for view, source in zip(into.split(piece.lengths), _ranges(self._sources, piece.spans), strict=True):
             if source is None:
                 view.zero_()
-        present = [(view, source) for view, source in zip(views, sources, strict=True) if source is not None]
-        if present:
-            torch._foreach_copy_([view for view, _ in present], [source for _, source in present])
-            into.mul_(self._samples)
+            elif source.dtype == view.dtype:
+                torch.mul(source, self._samples, out=view)
+            else:
+                view.copy_(source).mul_(self._samples)
         # Any NaN or infinity makes the sum not finite.
         self._probe += into.sum().item()
 
@@ -160,14 +157,10 @@ class GradientPieces:
     @torch.no_grad()
     def settle(self, piece: GradientPiece, segments: Sequence[Tensor]) -> None:
         """Write the mean of a piece over the gradients in it; `segments` are its sum, and stay what they are."""
-        mean = self._scratch[: piece.num_bytes].view(piece.dtype)
-        parts = mean.split([segment.numel() for segment in segments])
-        for part, segment in zip(parts, segments, strict=True):
-            torch.mul(segment, self._share, out=part)
-        pairs = zip(_ranges(self._targets, piece.spans), mean.split(piece.lengths), strict=True)
-        present = [(target, view) for target, view in pairs if target is not None]
-        if present:
-            torch._foreach_copy_([target for target, _ in present], [view for _, view in present])
+        for target, sums in zip(_ranges(self._targets, piece.spans), _regrouped(segments, piece.lengths), strict=True):
+            if target is not None:
+                for part, own in zip(target.split([one.numel() for one in sums]), sums, strict=True):
+                    torch.mul(own, self._share, out=part)
 
     def pack_flags(self, into: Tensor) -> None:
         """Whether the gradients of this rank were not finite, which is known when all are packed."""
@@ -217,6 +210,20 @@ def _ranges(flats: Sequence[Tensor | None], spans: Sequence[GradientSpan]) -> li
         flat = flats[span.member]
         ranges.append(None if flat is None else flat[span.start : span.stop])
     return ranges
+
+
+def _regrouped(segments: Sequence[Tensor], lengths: Sequence[int]) -> Iterator[list[Tensor]]:
+    """The same values in groups of these lengths; a group has several tensors where a segment ends within it."""
+    left = list(reversed(segments))
+    for length in lengths:
+        group: list[Tensor] = []
+        while length:
+            segment = left.pop()
+            group.append(segment[:length])
+            if segment.numel() > length:
+                left.append(segment[length:])
+            length -= group[-1].numel()
+        yield group
 
 
 def _is_laid_out_as(place: TensorPlace, gradient: Tensor) -> bool:
