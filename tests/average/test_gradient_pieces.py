@@ -197,6 +197,17 @@ def test_a_gradient_that_is_part_of_a_graph_is_left_as_it_is(tmp_path: Path) -> 
     assert torch.equal(model.weight.grad, kept.detach())
 
 
+def test_a_conjugated_gradient_is_resolved(tmp_path: Path) -> None:
+    model = nn.Linear(30, 30, bias=False, dtype=torch.complex64)
+    (torch.ones(2, 30, dtype=torch.complex64) @ model.weight.conj()).abs().sum().backward()
+    assert model.weight.grad is not None
+    model.weight.grad = model.weight.grad.resolve_conj().conj()
+    expected = model.weight.grad.resolve_conj().clone()
+    average_alone(model, tmp_path)
+    assert torch.equal(model.weight.grad, expected)
+    assert not model.weight.grad.is_conj()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [0, -1])
 def test_the_rank_with_a_gradient_that_is_not_finite_is_named(bad: float, at: int, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,38 @@ def test_a_rank_with_little_memory_computes_smaller_micro_batches(tmp_path: Path
     (event,) = [event for event in events if event["kind"] == "micro-batch"]
     assert event["rank"] == 1
     assert event["value"] < BATCH
+
+
+LIMITED_ALONE = """
+import torch
+torch.zeros(1)  # here builds of torch with an arena reserve it
+from outrider.errors import DeviceError
+from outrider.machine.devices import DeviceSpec
+from outrider.world.memory_limit import limit_memory
+try:
+    lift = limit_memory(DeviceSpec(kind="cpu", memory_bytes=400 * 2**20), rank=3)
+except DeviceError as error:
+    print(error)
+else:
+    try:
+        tensors = [torch.empty(100 * 2**20, dtype=torch.uint8) for _ in range(5)]
+    except RuntimeError:
+        print("limited")
+    lift()
+    tensors = [torch.empty(100 * 2**20, dtype=torch.uint8) for _ in range(5)]
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"MIMALLOC_DISALLOW_ARENA_ALLOC": "1"}])
+def test_a_limit_of_memory_counts_or_is_refused(variables: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED_ALONE], capture_output=True, text=True, env={**os.environ, **variables}
+    )
+    refused = (
+        "rank 3 is to use cpu:400MiB, but this build of torch has more than that in reserve, where no limit counts\n"
+        "hint: start Python with MIMALLOC_DISALLOW_ARENA_ALLOC=1 in its environment, or leave the limit out\n"
+    )
+    assert done.stdout in (["limited\n"] if variables else ["limited\n", refused]), done.stderr
 
 
 def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_other_errors_are_raised_as_they_are() -> None:
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
             True,
         ),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), True),
         (RuntimeError("shapes differ"), False),
     ],
 )

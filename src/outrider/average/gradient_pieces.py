@@ -183,7 +183,7 @@ class GradientPieces:
         gradient, place = self.facts.parameters[member].grad, self._places[member]
         if gradient is None:
             return None
-        if gradient.is_sparse or gradient.requires_grad or not _is_laid_out_as(place, gradient):
+        if not _can_be_written_over(gradient, place):
             flat = self._place_fresh(member)
             fresh = self.facts.parameters[member].grad
             assert fresh is not None
@@ -224,6 +224,11 @@ def _regrouped(segments: Sequence[Tensor], lengths: Sequence[int]) -> Iterator[l
                 left.append(segment[length:])
             length -= group[-1].numel()
         yield group
+
+
+def _can_be_written_over(gradient: Tensor, place: TensorPlace) -> bool:
+    is_plain = not (gradient.is_sparse or gradient.is_conj() or gradient.is_neg())
+    return is_plain and not gradient.requires_grad and _is_laid_out_as(place, gradient)
 
 
 def _is_laid_out_as(place: TensorPlace, gradient: Tensor) -> bool:

@@ -26,7 +26,7 @@ from outrider.launch.payload import library_folders, write_payload
 from outrider.launch.rank_main import BOOT
 from outrider.launch.rank_process import Process, RankProcess
 from outrider.launch.ranks import Ranks
-from outrider.machine.devices import CARD_ORDER, DeviceSpec, num_cores, threads_per_rank
+from outrider.machine.devices import CARD_ORDER, DeviceSpec, num_cores, threads_per_rank, variables_for_limits
 from outrider.slices.mps import slices
 from outrider.store.store_process import free_port, serve_in_private_folder
 from outrider.world.environment import Environment, launched
@@ -62,11 +62,10 @@ def launch(
     Ranks that are interrupted by a signal get `grace_s` to stop in order. `on_end` is called when all ranks have ended.
     """
     _check_not_in_rank()
-    orders = _orders(
-        devices, interpreters=interpreters, variables=environment or {}, log_dir=log_dir, num_threads=num_threads
-    )
+    variables = {**(environment or {}), **variables_for_limits(devices)}
+    orders = _orders(devices, interpreters=interpreters, variables=variables, log_dir=log_dir, num_threads=num_threads)
     # First, because it imports in parallel with the following preparations.
-    forkserver = forkserver_for(imports=imports, environment=_common_variables(environment or {}))
+    forkserver = forkserver_for(imports=imports, environment=_common_variables(variables))
     orders = [replace(order, is_shown=order.rank == shown_rank) for order in orders]
     with ExitStack() as cleanup:
         cleanup.callback(on_end)

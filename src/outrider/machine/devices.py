@@ -31,6 +31,9 @@ _EXAMPLES = "devices look like cuda:0, cpu, cpu@0.4 or cuda:0%30"
 CARD_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Makes CUDA number the cards as NVML and nvidia-smi do; by itself it puts the fastest first."""
 
+# Builds of torch with mimalloc (aarch64) reserve 1 GiB at the first tensor, and the kernel's limit counts it as used.
+HOST_LIMIT_VARIABLES = {"MIMALLOC_DISALLOW_ARENA_ALLOC": "1"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
@@ -298,3 +301,9 @@ def _container_quota(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) // int(period)
+
+
+def variables_for_limits(devices: Sequence[DeviceSpec]) -> dict[str, str]:
+    """Variables of ranks, for the limits of these devices to count."""
+    is_limited = any(spec.kind != "cuda" and spec.memory_bytes is not None for spec in devices)
+    return dict(HOST_LIMIT_VARIABLES) if is_limited else {}

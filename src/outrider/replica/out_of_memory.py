@@ -9,8 +9,8 @@ import gc
 
 import torch
 
-# torch has no exception of its own for the host: its allocator raises a RuntimeError.
-_HOST_WORDS = "DefaultCPUAllocator: can't allocate memory"
+# torch has no exception of its own for the host: its allocators raise a RuntimeError, each with words of its own.
+_HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 HINT = (
     "use a device with more memory, a smaller model or shorter samples, precision='bf16', or activation checkpointing "
     "(torch.utils.checkpoint) in the model"
@@ -21,10 +21,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one of its causes, says that memory ran out."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or _HOST_WORDS in str(cause):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or _is_of_host(cause):
             return True
         cause = cause.__cause__
     return False
+
+
+def _is_of_host(error: BaseException) -> bool:
+    return any(words in str(error) for words in _HOST_WORDS)
 
 
 def free_memory(device: torch.device) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from outrider.errors import DeviceError
-from outrider.machine.devices import DeviceSpec
+from outrider.machine.devices import HOST_LIMIT_VARIABLES, DeviceSpec
 from outrider.machine.memory_size import memory_text
+
+_TOLERANCE_BYTES = 64 * 2**20
 
 
 def limit_memory(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
@@ -51,7 +53,29 @@ def _limit_host(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
     # Interpreter and torch are there already, and differ from one version to the next.
     allowed = _number_in("/proc/self/status", "VmData") + spec.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
-    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+    def lift() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+    if _fits(spec.memory_bytes + _TOLERANCE_BYTES):
+        lift()
+        (variable,) = HOST_LIMIT_VARIABLES
+        raise DeviceError(
+            f"rank {rank} is to use {spec}, but this build of torch has more than that in reserve, "
+            "where no limit counts",
+            hint=f"start Python with {variable}=1 in its environment, or leave the limit out",
+            rank=rank,
+        )
+    return lift
+
+
+def _fits(num_bytes: int) -> bool:
+    """Whether so much can be allocated; it is not written to, so it takes no memory."""
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
 
 
 def available_memory(spec: DeviceSpec) -> int | None:
