@@ -5,8 +5,13 @@ Decides whether this process is one of several ranks, the only rank, or the star
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from outrider.api.notebook_bar import in_notebook
 from outrider.api.options import CheckedSession
@@ -57,6 +62,7 @@ def _start_ranks(order: CheckedSession, devices: Sequence[DeviceSpec], *, was_as
     script = running_script()
     if script is None:
         return _only_one(devices, was_asked=was_asked)
+    _refuse_thread(devices)
     run_dir = config.run_dir or new_run_dir(order.recipe.policy_spec.name)
     sys.stdout.flush()
     # Before the logs of the ranks, which another run in this folder would lose.
@@ -73,7 +79,29 @@ def _start_ranks(order: CheckedSession, devices: Sequence[DeviceSpec], *, was_as
         )
     finally:
         lock.release()
-    raise SystemExit(code)
+    _end_starter(code)
+
+
+def _refuse_thread(devices: Sequence[DeviceSpec]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        names = ",".join(str(spec) for spec in devices)
+        raise ConfigError(
+            f"a session on {len(devices)} devices runs the script again on each, and cannot begin that in a thread: the "
+            "main thread would go on with a model that nobody trains",
+            hint=f"open it in the main thread, or start the script by `outrider run --devices {names} script.py`",
+        )
+
+
+def _end_starter(code: int) -> NoReturn:
+    """End this process, whose model was not trained.
+
+    Not by SystemExit: what the script does in `finally` or `except`, saving its model for instance, is for the ranks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def _only_one(devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[DeviceSpec, ...]:
@@ -81,7 +109,8 @@ def _only_one(devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[Device
     way_out = _way_out(names)
     if was_asked:
         raise ConfigError(
-            f"{len(devices)} devices asked for, but there is no script to run on each: a notebook has one device",
+            f"{len(devices)} devices asked for, but there is no script to run on each: a notebook, a "
+            "prompt or a test has one device",
             hint=way_out,
         )
     print(f"outrider: {devices[0]} of {len(devices)} devices is used here; to use all: {way_out}", file=sys.stderr)

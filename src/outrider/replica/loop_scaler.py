@@ -82,7 +82,7 @@ class LoopScaler:
         self._kind.unscale_(scaler, optimizer)
         has_overflow = self.average(optimizer)
         if has_overflow is not None:
-            found = torch.full((), float(has_overflow), device=self._device)
+            found = torch.full((), float(has_overflow), dtype=torch.float32, device=self._device)
             scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {self._device: found}
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
