@@ -87,6 +87,59 @@ def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     assert "hint: does it run by itself? python broken.py --lr 1" in ended.stderr
 
 
+def test_an_error_of_ours_in_a_short_run_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "wired.py").write_text(
+        "import outrider\nraise outrider.ConfigError('wire=bf16 is not for sync', hint='choose another policy')"
+    )
+    ended = advise(tmp_path, "wired.py", "--devices", "cpu")
+    assert ended.returncode == 1
+    refusal = "wired.py with policy=sync on cpu: wire=bf16 is not for sync\nhint: choose another policy"
+    assert f"error: {refusal}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_what_was_measured_is_shown_where_it_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    monkeypatch.setattr(advising, "as_document", lambda advice: {})
+    advising._keep(None)  # type: ignore[arg-type]  # only its document is kept
+    told = capsys.readouterr().err
+    assert told.startswith("outrider: the forecast is not kept for later runs: cannot write ")
+
+
+ADVISED_TASK = """
+import os
+from pathlib import Path
+import torch
+import outrider
+
+def step(model, batch):
+    Path(f"{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}").touch()
+    return model(batch[0]).square().mean()
+
+if __name__ == "__main__":
+    advice = outrider.advise(
+        lambda: torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, 0.01), step, (torch.randn(4000, 4),),
+        batch_size=16, epochs=100, devices="cpu", seconds=0.2,
+    )
+    print(advice.devices)
+"""
+
+
+@pytest.mark.slow
+def test_devices_of_the_command_are_those_that_are_measured_each_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(ADVISED_TASK)
+    variables = {**os.environ, "OUTRIDER_DEVICES": "cpu,cpu@0.5"}
+    ended = subprocess.run(
+        [sys.executable, "task.py"], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "('cpu', 'cpu@0.5')\n"
+    assert sorted(path.name for path in tmp_path.glob("*-of-*")) == ["0-of-1", "0-of-2", "1-of-2"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -302,6 +302,12 @@ def test_a_recorded_run_is_done_again_on_the_same_samples(
         ),
         (
             NUMBERS,
+            {"eval_dataset": DataLoader(NUMBERS, batch_size=4), "evaluate": print},
+            "eval_dataset is a DataLoader, and evaluate= gets samples of a data set",
+            "pass the data set itself: eval_dataset=loader.dataset",
+        ),
+        (
+            NUMBERS,
             {"eval_dataset": Counted(), "evaluate": print},
             "eval_dataset is Counted, an iterable data set",
             "make it a list of its samples: eval_dataset=list(stream)",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.api.script_run import UserCommand
-from outrider.bench.comparison.comparison_runs import PolicyComparison, read_epochs, run_comparison
+from outrider.bench.comparison.comparison_runs import PolicyComparison, _result, read_epochs, run_comparison
 from outrider.bench.comparison.comparison_text import as_document, as_text
 from outrider.bench.comparison.race import RaceRun, standings, verdict
 from outrider.bench.comparison.target_metric import TargetMetric
@@ -171,6 +171,19 @@ def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("changed")
     with pytest.raises(ConfigError, match="holds a comparison with another script"):
         run_comparison(made(tmp_path, seeds=1))
+
+
+def test_the_epoch_that_reached_the_target_is_named(tmp_path: Path) -> None:
+    comparison = made(tmp_path, target="loss<=0.5")
+    (comparison.folder / "solo" / "seed-0").mkdir(parents=True)
+    epochs = [{"loss": loss, "wall_s": 1.0 + at} for at, loss in enumerate((0.9, 0.5, 0.4))]
+    found = _result(comparison, "solo", 0, epochs)
+    assert (found.seconds, found.epochs, found.best) == (2.0, 2, 0.5)
+
+
+def test_targets_that_look_alike_are_not_the_same(tmp_path: Path) -> None:
+    close = [made(tmp_path, target=f"loss<=0.1234567{digit}").identity() for digit in (8, 9)]
+    assert close[0] != close[1]
 
 
 def test_a_half_written_epoch_does_not_count(tmp_path: Path) -> None:

@@ -22,11 +22,14 @@ import json, sys, torch, outrider
 from pathlib import Path
 from torch import nn
 
+way, _, dtype = sys.argv[2].partition("-")
+if dtype:
+    torch.set_default_dtype(getattr(torch, dtype))
 torch.manual_seed(0)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-folder, way, policy = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, policy = Path(sys.argv[1]), sys.argv[3]
 steps, losses, scales = [], [], []
 with outrider.Session(policy=policy, devices="cpu,cpu", shares=(0.5, 0.5), run_dir=folder / "run", seed=1) as s:
     s.prepare(model, optimizer, *([scaler] if way != "unprepared" else []))
@@ -70,7 +73,7 @@ def told_by_both(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("way", ["session", "unscaling"])
+@pytest.mark.parametrize("way", ["session", "unscaling", "unscaling-float64"])
 def test_all_ranks_skip_an_overflow_of_one_together(tmp_path: Path, way: str) -> None:
     ended = run(tmp_path, way)
     assert ended.returncode == 0, ended.stderr

@@ -7,6 +7,7 @@ forecasts. Called by `outrider advise` and as `outrider.advise()`.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
 from outrider.virtual.advice import SOLO_POLICY, TRIAL_POLICIES, Advice, TrainingWork, as_document
 from outrider.virtual.advice import advise as forecast
 from outrider.virtual.trial_reports import FOLDER, LEAST_REPORTS, TrialReports, count_reports, read_trial, samples_per_s
+from outrider.world.environment import wanted_devices
 
 TRIAL_S = 4.0
 """Each short run trains at least this long."""
@@ -152,7 +154,7 @@ def advise(
     """
     required = {"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}
     make_order(required, options)
-    devices = options.get("devices", "auto")
+    devices = wanted_devices(options.get("devices", "auto"))
     return _advise(_TaskTrials(required, options), devices=devices, seconds=seconds, tell=lambda text: None)
 
 
@@ -177,8 +179,16 @@ def _advise(trials: _Trials, *, devices: str | Sequence[str], seconds: float, te
     solos, again = ([measured[SOLO_POLICY, (name,)][turn] for name in names] for turn in (0, -1))
     joint = [measured[policy, names][0] for policy in TRIAL_POLICIES] if len(names) > 1 else []
     advice = forecast(solos, joint, workload, again=again if len(names) > 1 else ())
-    keep_advice(as_document(advice))
+    _keep(advice)
     return advice
+
+
+def _keep(advice: Advice) -> None:
+    """Keep it for later runs; what was measured is shown also where it cannot be kept."""
+    try:
+        keep_advice(as_document(advice))
+    except OutriderError as error:
+        print(f"outrider: the forecast is not kept for later runs: {error.message}", file=sys.stderr)
 
 
 def _plans(devices: tuple[str, ...], scratch: Path, *, seconds: float) -> list[_TrialPlan]:
@@ -196,7 +206,7 @@ def _measure(trials: _Trials, plan: _TrialPlan, tell: OnProgress, *, place: str)
     began_s = time.monotonic()
     tell(f"[{place}] {plan.name} ...")
     trials.run(plan)
-    told = read_trial(plan.folder, policy=plan.policy, devices=plan.devices)
+    told = read_trial(plan.folder, policy=plan.policy, devices=plan.devices, name=plan.name)
     rate = samples_per_s(told.reports[len(told.reports) // 3 :])
     tell(f"[{place}] {plan.name}: {rate:,.0f} samples/s, {time.monotonic() - began_s:.0f} s")
     return told

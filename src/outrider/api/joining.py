@@ -86,8 +86,8 @@ def _refuse_thread(devices: Sequence[DeviceSpec]) -> None:
     if threading.current_thread() is not threading.main_thread():
         names = ",".join(str(spec) for spec in devices)
         raise ConfigError(
-            f"a session on {len(devices)} devices runs the script again on each, and cannot begin that in a thread: the "
-            "main thread would go on with a model that nobody trains",
+            f"a session on {len(devices)} devices runs the script again on each, and cannot begin that in a thread: "
+            "the main thread would go on with a model that nobody trains",
             hint=f"open it in the main thread, or start the script by `outrider run --devices {names} script.py`",
         )
 

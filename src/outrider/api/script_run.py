@@ -7,6 +7,7 @@ runs and by `outrider compare` for whole ones; `outrider run` replaces its own p
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,9 @@ from outrider.world.environment import script_variables
 STOP_S = 60.0
 """A script that was asked to stop is killed after this time; its ranks end with it."""
 _SHOWN_LINES = 12
+_OUR_ERROR = re.compile(
+    r"^(?:outrider\.errors\.\w+|error): (?P<message>[^\n]+)\nhint: (?P<hint>[^\n]+)\s*\Z", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,7 @@ class ScriptRun:
         is_trial: bool = False,
     ) -> None:
         self._command, self._log = command, log
+        self._setting = f"policy={options['policy']} on {','.join(devices)}"
         self._variables = script_variables(options, devices=",".join(devices), is_trial=is_trial)
         self._is_stopped = False
 
@@ -97,10 +102,19 @@ class ScriptRun:
         code = self._process.returncode
         if self._is_stopped or code in (None, 0):
             return
+        refusal = self._refusal()
+        if refusal is not None:
+            raise OutriderError(f"{self._command.script.name} with {self._setting}: {refusal[0]}", hint=refusal[1])
         raise OutriderError(
             f"{self._command.script.name} ended with exit code {code}; its last lines:\n{self.last_lines()}",
             hint=f"does it run by itself? {' '.join(['python', str(self._command.script), *self._command.arguments])}",
         )
+
+    def _refusal(self) -> tuple[str, str] | None:
+        """The message and the hint of an error of ours that ended the script, if one did."""
+        text = self._log.read_text(encoding="utf-8", errors="replace").rstrip()
+        found = _OUR_ERROR.search(text)
+        return None if found is None else (found["message"], found["hint"])
 
     def last_lines(self) -> str:
         """The end of what the script printed."""

@@ -106,11 +106,17 @@ def start(
         if environment.rank == 0:
             tell_unused_environments(order.config.environments, "the ranks were started by another program")
         return _adopt(order, environment, talk if talk is not None and environment.rank == 0 else RunTalk())
+    if not is_trial:
+        # A trial of this program has devices of its own.
+        wanted = wanted_devices(order.config.devices)
+        order = replace(
+            order, config=replace(order.config, devices=wanted if isinstance(wanted, str) else tuple(wanted))
+        )
     return _start(order, on_message, talk or RunTalk(), is_trial=is_trial or is_trial_wanted())
 
 
 def _start(order: CheckedRun, on_message: Callable[[Message], None], talk: RunTalk, *, is_trial: bool) -> Run:
-    resolved = resolve_devices(wanted_devices(order.config.devices), cuda_devices=cuda_devices())
+    resolved = resolve_devices(order.config.devices, cuda_devices=cuda_devices())
     pythons = rank_pythons(wanted_environments(order.config.environments), resolved.devices)
     if pythons is not None:
         refuse_other_python(pythons)

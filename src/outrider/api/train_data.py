@@ -25,6 +25,11 @@ def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
     if isinstance(dataset, DataLoader):
         told = _of_loader(dataset, told)
         loading, dataset = told.pop("loading"), dataset.dataset
+    if isinstance(told.get("eval_dataset"), DataLoader):
+        raise ConfigError(
+            "eval_dataset is a DataLoader, and evaluate= gets samples of a data set",
+            hint="pass the data set itself: eval_dataset=loader.dataset",
+        )
     if is_stream(told.get("eval_dataset")):
         raise ConfigError(
             f"eval_dataset is {type(told['eval_dataset']).__name__}, an iterable data set",

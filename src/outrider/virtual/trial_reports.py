@@ -91,13 +91,14 @@ def count_reports(folder: Path) -> int:
         return 0
 
 
-def read_trial(folder: Path, *, policy: str, devices: Sequence[str]) -> TrialReports:
+def read_trial(folder: Path, *, policy: str, devices: Sequence[str], name: str | None = None) -> TrialReports:
     """The reports of a trial run; raises a DataError if they are too few to measure anything."""
     lines = _lines(folder / FOLDER / "rank0.jsonl")
     told = [line for line in lines if "kind" in line]
     if len(told) < LEAST_REPORTS:
+        names, plural = ",".join(devices), "" if len(told) == 1 else "s"
         raise DataError(
-            f"{policy} on {','.join(devices)} took {len(told)} steps or averages before it ended, "
+            f"{name or f'{policy} on {names}'} took {len(told)} step{plural} or average{plural} before it ended, "
             f"and {LEAST_REPORTS} are needed to measure it",
             hint="let the script train longer: more epochs, more samples or smaller batches",
         )

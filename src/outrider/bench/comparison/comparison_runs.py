@@ -60,7 +60,8 @@ class PolicyComparison:
         specs = resolve_devices(devices, cuda_devices=cuda_devices()).devices
         if len(specs) < 2:
             raise ConfigError(
-                f"policies differ on two devices or more, got {devices}", hint="pass --devices cuda:0,cuda:1"
+                f"policies differ on two devices or more, got {','.join(map(str, specs))}",
+                hint="pass --devices cuda:0,cuda:1, or without GPUs cpu,cpu@0.5",
             )
         return cls(
             command=command,
@@ -79,7 +80,7 @@ class PolicyComparison:
             "script_sha256": hashlib.sha256(self.command.script.read_bytes()).hexdigest(),
             "arguments": list(self.command.arguments),
             "devices": list(self.devices),
-            "target": str(self.target),
+            "target": repr(self.target),
         }
 
     def order(self) -> list[tuple[str, int]]:
@@ -146,6 +147,9 @@ def _run(comparison: PolicyComparison, policy: str, seed: int) -> RaceRun:
         "resume": None,
         "checkpoint_every": None,
         "watch": False,
+        # Given per device, and one of them alone is fewer.
+        "shares": None,
+        "speed_hints": None,
     }
     devices = comparison.devices[:1] if policy == SOLO else comparison.devices
     with ScriptRun(comparison.command, options, devices=devices, log=folder / "script.log") as script:
@@ -170,6 +174,9 @@ def _result(comparison: PolicyComparison, policy: str, seed: int, epochs: Sequen
             f"that it has: {', '.join(['loss', *told])}",
         )
     reached = next((epoch for epoch in epochs if target.is_reached(epoch)), None)
+    if reached is not None:
+        # A short epoch may end before the script is stopped.
+        epochs = epochs[: epochs.index(reached) + 1]
     run = RaceRun(
         policy=policy,
         seed=seed,
