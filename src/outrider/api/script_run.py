@@ -7,6 +7,7 @@ runs and by `outrider compare` for whole ones; `outrider run` replaces its own p
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,11 @@ class UserCommand:
     @property
     def words(self) -> list[str]:
         return [project_python(), str(self.script), *self.arguments]
+
+    @property
+    def shown(self) -> str:
+        """The command as a user types it."""
+        return shlex.join(["python", str(self.script), *self.arguments])
 
 
 class ScriptRun:
@@ -99,7 +105,7 @@ class ScriptRun:
             return
         raise OutriderError(
             f"{self._command.script.name} ended with exit code {code}; its last lines:\n{self.last_lines()}",
-            hint=f"does it run by itself? {' '.join(['python', str(self._command.script), *self._command.arguments])}",
+            hint=f"does it run by itself? {self._command.shown}",
         )
 
     def last_lines(self) -> str:
