@@ -84,9 +84,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", default="auto", choices=["auto", "sync", "balanced", "cadence", "async"])
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=3_000)
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="bf16 is slow on CPUs without it")
     wishes = parser.parse_args()
 
-    train_set, test_set = shapes(3_000, seed=0), shapes(600, seed=1)
+    train_set, test_set = shapes(wishes.samples, seed=0), shapes(wishes.samples // 5, seed=1)
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(3, 24, 5), nn.GroupNorm(4, 24), nn.ReLU(), nn.Conv2d(24, 48, 3), nn.ReLU()]
     model = nn.Sequential(*convolutions, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(48, NUM_CLASSES))
@@ -102,7 +104,7 @@ def main() -> None:
         for epoch in s.epochs(wishes.epochs):
             for images, labels in s.batches(train_set, batch_size=50):
                 images, targets = mixup(erasing(images).contiguous(memory_format=torch.channels_last), labels)
-                with torch.autocast(s.device.type, dtype=torch.bfloat16):
+                with torch.autocast(s.device.type, dtype=torch.bfloat16, enabled=wishes.precision == "bf16"):
                     loss = F.cross_entropy(model(images), targets)
                 s.step(loss)
                 ema.update()

@@ -80,11 +80,11 @@ def test_a_script_that_does_not_train_through_outrider_is_refused(tmp_path: Path
 
 def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise ValueError('no data here')")
-    ended = advise(tmp_path, "broken.py", "--devices", "cpu", "--", "--lr", "1")
+    ended = advise(tmp_path, "broken.py", "--devices", "cpu", "--", "--name", "a b")
     assert ended.returncode == 1
     assert "error: broken.py ended with exit code 1; its last lines:" in ended.stderr
     assert "  ValueError: no data here" in ended.stderr
-    assert "hint: does it run by itself? python broken.py --lr 1" in ended.stderr
+    assert "hint: does it run by itself? python broken.py --name 'a b'" in ended.stderr
 
 
 def test_an_error_of_ours_in_a_short_run_is_told_without_a_traceback(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import outrider
+from outrider.api.replay_wish import ReplayWish
 from outrider.errors import ConfigError, DataError, OutriderError
 
 pytestmark = pytest.mark.slow
@@ -179,6 +180,21 @@ def test_the_command_runs_the_script_again(project: Path) -> None:
     with (project / "l.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert sum(int(row["samples"]) for row in rows) == 2 * SIZE
+
+
+def test_losses_that_cannot_be_written_do_not_cost_the_report(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = tmp_path / "gone" / "l.csv"
+    wish = ReplayWish(run=str(recorded), answer=str(tmp_path / "exit_code"), losses=str(losses))
+    for name, value in wish.variables().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        train("async", run_dir=tmp_path / "x")
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert told.out.endswith("no departure from the recording\n")
+    assert told.err.startswith(f"error: cannot write {losses}: no such file or directory\nhint: ")
 
 
 def test_the_recorded_program_runs_only_when_it_is_wanted(project: Path) -> None:

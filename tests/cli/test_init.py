@@ -20,6 +20,12 @@ def test_the_path_of_the_project_is_the_output(tmp_path: Path) -> None:
     assert (tmp_path / "stripes" / "train.py").exists()
 
 
+def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    result = CliRunner().invoke(app, ["stripes", "--directory", str(tmp_path / "a b")])
+    assert result.stderr == f"next: make -C '{tmp_path}/a b/stripes' train\n"
+
+
 def test_an_unknown_template_gets_the_nearest(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["stripes", "--directory", str(tmp_path), "--template", "flows"])
     assert str(result.exception) == (

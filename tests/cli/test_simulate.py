@@ -66,6 +66,8 @@ def test_devices_are_speeds_or_specs() -> None:
         ("1x0", "no speed in '1x0'"),
         ("0", "the speed of a device must be above 0, got 0"),
         ("gpu", "unknown device kind 'gpu'"),
+        ("auto", "simulate needs speeds or device specs, got auto"),
+        ("1,autox2", "simulate needs speeds or device specs, got auto"),
     ],
 )
 def test_devices_that_cannot_be_read(text: str, message: str) -> None:
@@ -88,7 +90,26 @@ def test_a_link_that_cannot_be_read(text: str) -> None:
     assert str(caught.value) == f"no speed of a link: {text!r}\nhint: write 1gbit, 100mbit or 12GB/s"
 
 
-def test_numbers_that_make_no_step() -> None:
-    shown = CliRunner().invoke(app, ["simulate", "--fixed-part", "1"])
+STEP = "step_ms must be finite and > 0, fixed_part in [0, 1), jitter finite and >= 0, got "
+NETWORK = "latency_ms must be finite and >= 0, bandwidth_bytes_per_s > 0, got "
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--fixed-part", "1", STEP + "100, 1 and 0"),
+        ("--step-ms", "inf", STEP + "inf, 0 and 0"),
+        ("--jitter", "nan", STEP + "100, 0 and nan"),
+        ("--batch-size", "0", "batch_size and batches must be >= 1, got 0 and 400"),
+        ("--batches", "0", "batch_size and batches must be >= 1, got 32 and 0"),
+        ("--model-mb", "nan", "the size of a model must be finite and >= 0 MB, got nan"),
+        ("--model-mb", "-1", "the size of a model must be finite and >= 0 MB, got -1"),
+        ("--latency-ms", "nan", NETWORK + "nan and 1.25e+09"),
+        ("--latency-ms", "-1", NETWORK + "-1 and 1.25e+09"),
+    ],
+)
+def test_numbers_that_cannot_be_simulated(option: str, value: str, message: str) -> None:
+    shown = CliRunner().invoke(app, ["simulate", option, value])
     assert isinstance(shown.exception, ConfigError)
-    assert shown.exception.message == "step_ms must be > 0, fixed_part in [0, 1), jitter >= 0, got 100, 1 and 0"
+    assert shown.exception.message == message
+    assert shown.exception.hint

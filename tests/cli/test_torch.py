@@ -271,3 +271,16 @@ def test_run_says_which_script_is_missing(store: VariantStore) -> None:
     assert str(result.exception) == (
         "there is no script tran.py\nhint: outrider's own options come before it, the script's after it"
     )
+
+
+def test_run_names_the_nearest_option(store: VariantStore) -> None:
+    result = CliRunner().invoke(everything, ["run", "--device", "cpu", "tran.py"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: no such option --device\nhint: did you mean '--devices'?\n"
+
+
+def test_run_shows_the_way_to_its_options(store: VariantStore) -> None:
+    result = CliRunner().invoke(everything, ["run", "-q=1", "tran.py"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: no such option -q\nhint: ")
+    assert result.stderr.endswith(" run --help shows the options\n")

@@ -11,10 +11,10 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "timm_style.py"
 
 
-def test_the_timm_style_script_learns_on_two_ranks(tmp_path: Path) -> None:
+def run(folder: Path, *arguments: str) -> list[tuple[str, str]]:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--epochs", "4", "--policy", "cadence"],
-        cwd=tmp_path,
+        [sys.executable, str(EXAMPLE), "--policy", "cadence", *arguments],
+        cwd=folder,
         env={**os.environ, "OUTRIDER_DEVICES": "cpu,cpu@0.4", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -22,7 +22,16 @@ def test_the_timm_style_script_learns_on_two_ranks(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"accuracy ([\d.]+)%, of the mean ([\d.]+)%", done.stdout)
+    assert (folder / "ema.safetensors").exists()
+    return re.findall(r"accuracy ([\d.]+)%, of the mean ([\d.]+)%", done.stdout)
+
+
+def test_the_timm_style_script_learns_on_two_ranks(tmp_path: Path) -> None:
+    found = run(tmp_path, "--epochs", "4", "--precision", "fp32")
     assert len(found) == 4
     assert min(float(number) for number in found[-1]) > 60
-    assert (tmp_path / "ema.safetensors").exists()
+
+
+def test_the_timm_style_script_runs_in_bf16(tmp_path: Path) -> None:
+    # Few samples: on a CPU without bf16 instructions a convolution in it takes many times as long.
+    assert len(run(tmp_path, "--epochs", "1", "--samples", "200")) == 1

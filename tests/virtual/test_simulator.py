@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -97,13 +98,33 @@ def test_an_all_reduce_pays_for_bytes_and_rounds() -> None:
     assert network.all_reduce_ms(1_000_000, 2) == pytest.approx(1000.0 + 2.0)
 
 
-def test_an_unknown_policy_is_an_error_with_the_nearest_name() -> None:
+@pytest.mark.parametrize("name", ["asinc", "Async"])
+def test_an_unknown_policy_is_an_error_with_the_nearest_name(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        simulate("asinc", pair(2.0))
-    assert str(caught.value) == "unknown policy 'asinc'\nhint: did you mean 'async'?"
+        simulate(name, pair(2.0))
+    assert str(caught.value) == f"unknown policy {name!r}\nhint: did you mean 'async'?"
 
 
 def test_a_scenario_needs_a_rank() -> None:
     with pytest.raises(ConfigError) as caught:
         Scenario(speeds=(), network=FREE, num_samples=1, batch_size=1)
     assert caught.value.message == "a scenario needs at least one rank, got none"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1])
+def test_latency_and_model_size_are_finite(number: float) -> None:
+    with pytest.raises(ConfigError, match="latency_ms must be finite and >= 0"):
+        Network(latency_ms=number)
+    with pytest.raises(ConfigError, match="model_bytes must be finite and >= 0"):
+        Scenario.from_speeds((1.0,), model_bytes=number)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [math.nan, 0.0, -1])
+def test_a_network_needs_bandwidth(number: float) -> None:
+    with pytest.raises(ConfigError, match=r"bandwidth_bytes_per_s > 0, got 0\.05 and"):
+        Network(bandwidth_bytes_per_s=number)
+
+
+def test_a_scenario_of_speeds_needs_a_batch() -> None:
+    with pytest.raises(ConfigError, match="batch_size and batches must be >= 1, got 0 and 400"):
+        Scenario.from_speeds((1.0,), batch_size=0)

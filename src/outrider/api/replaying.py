@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,16 +19,13 @@ from typing import Any, NoReturn, Unpack
 import torch
 
 from outrider.api.options import CheckedRun, Options, make_order
-from outrider.api.replay_wish import ReplayWish
+from outrider.api.replay_wish import DEPARTED, ReplayWish
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.record.run_events import SCHEDULE, merge_schedules
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import ModelSource, OptimizerFactory, Recipe, StepFunction
 from outrider.timeline.timeline_files import read_json, read_record, write_text
 from outrider.virtual.recorded_run import COLUMNS, Replay, as_rows, read_recording, replay_run
-
-DEPARTED = 3
-"""The exit code of `outrider replay` where the replay departs from the recording; errors have 1."""
 
 
 def replay(
@@ -102,18 +98,14 @@ def replay_instead(order: CheckedRun, wish: ReplayWish) -> NoReturn:
     """Replay in place of training, report, and end the program: what comes after `train()` belongs to the run."""
     try:
         result = _replay(Path(wish.run), order)
-    except OutriderError as error:
-        sys.exit(f"error: {error}")
-    if wish.losses is not None:
-        _write_losses(Path(wish.losses), result)
-    if wish.as_json:
-        print(json.dumps(_document(result), indent=1))
-    else:
-        print("\n".join(replay_lines(result)))
+        print(json.dumps(_document(result), indent=1) if wish.as_json else "\n".join(replay_lines(result)), flush=True)
         if wish.losses is not None:
-            print(f"the loss of each of {len(result.steps)} steps is in {wish.losses}")
-    sys.stdout.flush()
-    sys.exit(0 if result.departure is None else DEPARTED)
+            _write_losses(Path(wish.losses), result)
+    except OutriderError as error:
+        wish.fail(error)
+    if wish.losses is not None and not wish.as_json:
+        print(f"the loss of each of {len(result.steps)} steps is in {wish.losses}", flush=True)
+    wish.end(0 if result.departure is None else DEPARTED)
 
 
 def replay_lines(result: Replay) -> list[str]:

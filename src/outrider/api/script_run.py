@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,11 @@ class UserCommand:
     @property
     def words(self) -> list[str]:
         return [project_python(), str(self.script), *self.arguments]
+
+    @property
+    def shown(self) -> str:
+        """The command as a user types it."""
+        return shlex.join(["python", str(self.script), *self.arguments])
 
 
 class ScriptRun:
@@ -107,7 +113,7 @@ class ScriptRun:
             raise OutriderError(f"{self._command.script.name} with {self._setting}: {refusal[0]}", hint=refusal[1])
         raise OutriderError(
             f"{self._command.script.name} ended with exit code {code}; its last lines:\n{self.last_lines()}",
-            hint=f"does it run by itself? {' '.join(['python', str(self._command.script), *self._command.arguments])}",
+            hint=f"does it run by itself? {self._command.shown}",
         )
 
     def _refusal(self) -> tuple[str, str] | None:

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from outrider.errors import ConfigError, OutriderError
+import typer
+
+from outrider.errors import ConfigError, OutriderError, did_you_mean
 
 EXIT_ERROR = 1
+EXIT_USAGE = 2
+"""The exit code of typer's own usage errors."""
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL = 128
 """Plus the number of the signal, as shells count."""
@@ -48,6 +52,24 @@ def error_text(error: OutriderError) -> str:
     if error.hint:
         lines.append(f"hint: {error.hint}")
     return "\n".join(lines)
+
+
+def refuse_option(context: typer.Context, word: str) -> None:
+    """End the command if an argument is an option in the wrong place or a misspelt one.
+
+    Commands that leave options to a script get unknown ones as arguments.
+    """
+    if len(word) < 2 or not word.startswith("-"):
+        return
+    name, command = word.partition("=")[0], context.command
+    known = [option for parameter in command.get_params(context) for option in parameter.opts if option[0] == "-"]
+    if name in known:
+        problem = ConfigError(f"{name} comes too late", hint=f"{context.command_path} {name} ..., then the arguments")
+    else:
+        hint = did_you_mean(name, known, otherwise=f"{context.command_path} --help shows the options")
+        problem = ConfigError(f"no such option {name}", hint=hint)
+    say(error_text(problem))
+    raise typer.Exit(EXIT_USAGE)
 
 
 def check_torch() -> None:

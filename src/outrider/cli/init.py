@@ -5,6 +5,7 @@ Parses, calls, prints; the project is made by outrider.scaffold. Needs no torch.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,4 +34,4 @@ def init(
 
     path = create_project(name, parent=directory, template=template)
     typer.echo(str(path))
-    typer.echo(f"next: make -C {path} train", err=True)
+    typer.echo(f"next: make -C {shlex.quote(str(path))} train", err=True)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli import completion
+from outrider.cli.console import refuse_option
 from outrider.errors import ConfigError
 
 EPILOG = "Example: outrider run --devices cpu,cpu@0.4 train.py --epochs 2"
@@ -50,7 +51,7 @@ def run(
     from outrider.machine.rank_environments import VARIABLE as ENVIRONMENTS
     from outrider.machine.variants import project_python
 
-    _check_script(script)
+    check_script(context, script)
     environment = {**os.environ, **_devices(devices), **({WATCH: "1"} if watch else {})}
     if environments is not None:
         environment[ENVIRONMENTS] = environments
@@ -70,8 +71,10 @@ def _devices(devices: str | None) -> dict[str, str]:
     return {DEVICES: devices}
 
 
-def _check_script(script: Path) -> None:
+def check_script(context: typer.Context, script: Path) -> None:
+    """Check that the script exists, for the commands that run one."""
     if not script.is_file():
+        refuse_option(context, str(script))
         raise ConfigError(
             f"there is no script {script}", hint="outrider's own options come before it, the script's after it"
         )

@@ -19,7 +19,7 @@ def simulate(
     ] = "1,0.4",
     policy: Annotated[str, typer.Option("--policy", help="One policy, or all.")] = "all",
     step_ms: Annotated[float, typer.Option("--step-ms", help="Time of a batch at speed 1.")] = 100.0,
-    fixed_part: Annotated[float, typer.Option("--fixed-part", help="Part of it that any batch takes.")] = 0.0,
+    fixed_part: Annotated[float, typer.Option("--fixed-part", help="Part of it that any batch takes, below 1.")] = 0.0,
     jitter: Annotated[float, typer.Option("--jitter", help="Spread of step times; 0.1 is about 10 %.")] = 0.0,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a batch, per device.")] = 32,
     batches: Annotated[int, typer.Option("--batches", help="Batches of a device, on average.")] = 400,
@@ -36,7 +36,7 @@ def simulate(
     from outrider.policy.policies import POLICIES
     from outrider.virtual.simulator import Network, Scenario
     from outrider.virtual.simulator import simulate as simulate_policy
-    from outrider.virtual.what_if import as_document, as_table, parse_link, parse_speeds
+    from outrider.virtual.what_if import as_document, as_table, megabytes, parse_link, parse_speeds
 
     scenario = Scenario.from_speeds(
         parse_speeds(devices),
@@ -45,7 +45,7 @@ def simulate(
         jitter=jitter,
         batch_size=batch_size,
         batches=batches,
-        model_bytes=round(model_mb * 1e6),
+        model_bytes=megabytes(model_mb),
         network=Network(latency_ms=latency_ms, bandwidth_bytes_per_s=parse_link(link)),
         seed=seed,
     )

@@ -38,6 +38,14 @@ class Network:
     latency_ms: float = 0.05
     bandwidth_bytes_per_s: float = 1.25e9
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_ms < math.inf or not self.bandwidth_bytes_per_s > 0:
+            raise ConfigError(
+                "latency_ms must be finite and >= 0, bandwidth_bytes_per_s > 0, "
+                f"got {self.latency_ms:g} and {self.bandwidth_bytes_per_s:g}",
+                hint="latency_ms=0.05 and bandwidth_bytes_per_s=1.25e9 are a network of 10 Gbit/s",
+            )
+
     def all_reduce_ms(self, num_bytes: int, ranks: int) -> float:
         if ranks == 1:
             return 0.0
@@ -95,6 +103,11 @@ class Scenario:
                 f"num_samples and batch_size must be >= 1, got {self.num_samples} and {self.batch_size}",
                 hint="simulate at least one batch",
             )
+        if not 0 <= self.model_bytes < math.inf:
+            raise ConfigError(
+                f"model_bytes must be finite and >= 0, got {self.model_bytes:g}",
+                hint="model_bytes=100_000_000 is a model of 25 million parameters in float32",
+            )
 
     @classmethod
     def from_speeds(
@@ -116,6 +129,7 @@ class Scenario:
         windows are planned as in a training run with default options.
         """
         _check_question(speeds, step_ms=step_ms, fixed_part=fixed_part, jitter=jitter)
+        _check_batches(batch_size=batch_size, batches=batches)
         devices = tuple(
             DeviceSpeed(
                 per_sample_ms=(1 - fixed_part) * step_ms / batch_size / speed,
@@ -138,10 +152,19 @@ class Scenario:
 def _check_question(speeds: Sequence[float], *, step_ms: float, fixed_part: float, jitter: float) -> None:
     if not all(0 < speed < math.inf for speed in speeds):
         raise ConfigError(f"speeds must be > 0, got {', '.join(map(str, speeds))}", hint="pass (1.0, 0.4)")
-    if not step_ms > 0 or not 0 <= fixed_part < 1 or not jitter >= 0:
+    if not 0 < step_ms < math.inf or not 0 <= fixed_part < 1 or not 0 <= jitter < math.inf:
         raise ConfigError(
-            f"step_ms must be > 0, fixed_part in [0, 1), jitter >= 0, got {step_ms:g}, {fixed_part:g} and {jitter:g}",
+            "step_ms must be finite and > 0, fixed_part in [0, 1), jitter finite and >= 0, "
+            f"got {step_ms:g}, {fixed_part:g} and {jitter:g}",
             hint="step_ms=100, fixed_part=0.1 and jitter=0.1 are a step of 100 ms give or take 10 %",
+        )
+
+
+def _check_batches(*, batch_size: int, batches: int) -> None:
+    if batch_size < 1 or batches < 1:
+        raise ConfigError(
+            f"batch_size and batches must be >= 1, got {batch_size} and {batches}",
+            hint="batch_size=32 and batches=400 are 12,800 samples per device",
         )
 
 

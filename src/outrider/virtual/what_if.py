@@ -5,6 +5,7 @@ Decides how speeds, links and the table look; the simulator computes. Called by 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,11 +42,13 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def _speed(text: str) -> float:
+    if text == "auto":
+        raise ConfigError("simulate needs speeds or device specs, got auto", hint=_SPEED_HINT)
     try:
         speed = float(text)
     except ValueError:
         return _speed_of(parse_devices(text)[0])
-    if not 0 < speed < float("inf"):
+    if not 0 < speed < math.inf:
         raise ConfigError(f"the speed of a device must be above 0, got {text}", hint=_SPEED_HINT)
     return speed
 
@@ -62,6 +65,13 @@ def parse_link(text: str) -> float:
     if match is None or unit not in _BYTES_PER_S or float(match["number"]) == 0:
         raise ConfigError(f"no speed of a link: {text!r}", hint="write 1gbit, 100mbit or 12GB/s")
     return float(match["number"]) * _BYTES_PER_S[unit]
+
+
+def megabytes(number: float) -> int:
+    """Bytes of a model whose size is given in MB."""
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"the size of a model must be finite and >= 0 MB, got {number:g}", hint="write 100")
+    return round(number * 1e6)
 
 
 def as_table(scenario: Scenario, outcomes: Iterable[Outcome]) -> str:

@@ -101,7 +101,7 @@ def policy_spec(policy: str | PolicySpec) -> PolicySpec:
         return policy
     if isinstance(policy, str) and policy in POLICY_TABLE:
         return POLICY_TABLE[policy]
-    close = nearest(str(policy), POLICIES)
+    close = nearest(str(policy).lower(), POLICIES)
     hint = f"did you mean {close!r}?" if close else f"choose one of {', '.join(POLICIES)}"
     raise ConfigError(f"unknown policy {policy!r}", hint=hint)
 
