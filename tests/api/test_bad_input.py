@@ -230,9 +230,31 @@ def test_an_exception_where_the_model_is_made(train_here: Trainer) -> None:
     assert str(error) == "rank 0 (cpu): KeyError: 'label'"
 
 
+class BrokenOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise KeyError("label")
+
+
 def test_an_exception_in_the_optimizer(train_here: Trainer) -> None:
-    words = words_of(lambda: train_here(optimizer=torch.optim.LBFGS))
-    assert words.startswith("rank 0 (cpu), step 0 in the optimizer: TypeError: ")
+    words = words_of(lambda: train_here(optimizer=BrokenOptimizer))
+    assert words == "rank 0 (cpu), step 0 in the optimizer: KeyError: 'label'"
+
+
+def test_an_exception_in_the_scheduler(train_here: Trainer) -> None:
+    def too_short(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    words = words_of(lambda: train_here(scheduler=too_short, epochs=3))
+    assert re.match(r"rank 0 \(cpu\), step \d in the scheduler, tick 3: ValueError: Tried to step 3 times", words), (
+        words
+    )
+
+
+def test_an_optimizer_that_computes_gradients_by_itself(train_here: Trainer) -> None:
+    assert words_of(lambda: train_here(optimizer=torch.optim.LBFGS)) == (
+        "LBFGS computes several gradients in each of its steps, and ranks average one\n"
+        "hint: use an optimizer of one gradient per step, such as SGD, Adam or AdamW"
+    )
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,13 @@ def test_the_optimizers_own_step_after_a_loop(prepared: outrider.Session, optimi
     assert words_of(optimizer.step) == OWN_STEP_OUTSIDE
 
 
+def test_an_optimizer_that_computes_gradients_by_itself(s: outrider.Session, model: nn.Linear) -> None:
+    assert words_of(lambda: s.prepare(model, torch.optim.LBFGS(model.parameters()))) == (
+        "LBFGS computes several gradients in each of its steps, and ranks average one\n"
+        "hint: use an optimizer of one gradient per step, such as SGD, Adam or AdamW"
+    )
+
+
 def test_a_closure(inside: outrider.Session, optimizer: torch.optim.Optimizer) -> None:
     assert words_of(lambda: optimizer.step(lambda: 0.0)) == (
         "SGD.step() was given a closure, whose gradients nobody would average\n"

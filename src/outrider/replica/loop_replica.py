@@ -28,6 +28,7 @@ from outrider.replica.loss_sums import LossSums, refuse_bad
 from outrider.replica.portable_state import load_optimizer
 from outrider.replica.recipe import LoopRecipe
 from outrider.replica.schedule_ticks import ScheduleTicks, TickPer
+from outrider.replica.user_factories import refuse_closures
 
 
 class LoopReplica:
@@ -308,9 +309,10 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_owned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers with parameters of no prepared model, which would never be averaged."""
+    """Refuse optimizers with parameters of no prepared model, or gradients of their own: they would not be averaged."""
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
+        refuse_closures(optimizer)
         strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         if strangers:
             raise ConfigError(

@@ -294,7 +294,7 @@ class Replica:
                     self.scheduler.step()
                     self.ticks += 1
         except Exception as error:
-            raise self._step_error(error, " in the optimizer") from error
+            raise self._step_error(error, f" in the scheduler, tick {self.ticks + 1}") from error
 
     def _step_error(self, error: Exception, where: str = "") -> StepError:
         return StepError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator
 
@@ -38,9 +39,20 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             f"optimizer must make a torch.optim.Optimizer, got {type(optimizer).__name__}",
             hint="pass optimizer=lambda p: torch.optim.Adam(p, 1e-3)",
         )
+    refuse_closures(optimizer)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * (1.0 if recipe.lr_scale == "auto" else recipe.lr_scale)
     return optimizer
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that computes gradients by itself, such as LBFGS: nobody would average them."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes several gradients in each of its steps, and ranks average one",
+            hint="use an optimizer of one gradient per step, such as SGD, Adam or AdamW",
+        )
 
 
 def make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
