@@ -28,7 +28,7 @@ from outrider.average.rank_facts import Settled
 from outrider.average.resting import content_hash
 from outrider.average.transport.backend_table import BackendSpec, backend_spec
 from outrider.errors import ConfigError, StepError, WaitError
-from outrider.policy.policies import FIXED_POLICIES, SHARED_STEP_POLICIES
+from outrider.policy.policies import LOCAL_STEP_POLICIES
 from outrider.rank.layout_watch import LayoutSizes, LayoutWatch, NewLayout, joins, sizes_of, wait_for
 from outrider.rank.solo_averages import SoloAverages
 from outrider.rank.window import BATCHES, NUM_FACTS
@@ -90,10 +90,9 @@ def make_averages(replica: RankReplica, world: World, *, backend: str | BackendS
 def _refuse_sparse_optimizers(replica: RankReplica) -> None:
     shares_steps = replica.recipe.policy_spec.shares_steps
     if shares_steps and any(isinstance(one, torch.optim.SparseAdam) for one in replica.optimizers):
-        others = [name for name in FIXED_POLICIES if name not in SHARED_STEP_POLICIES]
         raise ConfigError(
             "SparseAdam takes sparse gradients, and in shared steps every rank gets the mean gradient, which is dense",
-            hint=f"use Adam, or a policy in which each rank steps with its own gradient: {', '.join(others)}",
+            hint=f"use Adam, or a policy in which each rank steps with its own gradient: {', '.join(LOCAL_STEP_POLICIES)}",
         )
 
 
