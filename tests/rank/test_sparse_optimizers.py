@@ -26,7 +26,7 @@ def test_sparse_adam_is_refused_where_steps_are_shared(policy: str) -> None:
         _refuse_sparse_optimizers(replica_of(policy, torch.optim.SparseAdam))
     assert str(caught.value) == (
         "SparseAdam takes sparse gradients, and in shared steps every rank gets the mean gradient, which is dense\n"
-        "hint: use Adam, or a policy in which each rank steps with its own gradient: cadence, async"
+        "hint: use Adam, or a policy whose ranks step with their own gradients: cadence, async"
     )
 
 

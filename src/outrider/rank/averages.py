@@ -92,7 +92,7 @@ def _refuse_sparse_optimizers(replica: RankReplica) -> None:
     if shares_steps and any(isinstance(one, torch.optim.SparseAdam) for one in replica.optimizers):
         raise ConfigError(
             "SparseAdam takes sparse gradients, and in shared steps every rank gets the mean gradient, which is dense",
-            hint=f"use Adam, or a policy in which each rank steps with its own gradient: {', '.join(LOCAL_STEP_POLICIES)}",
+            hint=f"use Adam, or a policy whose ranks step with their own gradients: {', '.join(LOCAL_STEP_POLICIES)}",
         )
 
 
