@@ -53,7 +53,7 @@ def replay(
     if losses is not None:
         _check_losses(losses)
     arguments, folder = ([str(script), *context.args], None) if script is not None else _program(config, is_sure=yes)
-    with tempfile.TemporaryDirectory(prefix="outrider-replay-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-replay-") as scratch:
         wish = ReplayWish(
             run=str(run.absolute()),
             answer=str(Path(scratch) / "exit_code"),
