@@ -146,18 +146,22 @@ def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def train(folder: Path, devices: str) -> None:
-    model = nn.Linear(4096, 2048)  # 32 MiB, and twice as much for Adam
+    model = nn.Linear(8192, 4096)  # 128 MiB, and twice as much for Adam
     outrider.train(
-        model, torch.optim.Adam, squares, torch.ones(8, 4096), batch_size=4, devices=devices, run_dir=folder
+        model, torch.optim.Adam, squares, torch.ones(8, 8192), batch_size=4, devices=devices, run_dir=folder
     ).join()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of CPU ranks can be limited on Linux only")
 def test_a_run_that_exceeds_the_limit_of_its_device_never_begins(tmp_path: Path) -> None:
-    with pytest.raises(outrider.DeviceError, match=r"^rank 0 \(cpu:100MiB\) needs 101 MB beside its model of 33.6 MB"):
+    with pytest.raises(outrider.DeviceError, match=r"^rank 0 \(cpu:400MiB\) needs 403 MB beside its model of 134 MB"):
+        train(tmp_path / "refused", "cpu:400MiB")
+    with pytest.raises(
+        outrider.DeviceError, match=r"^rank 0 \(cpu:100MiB\) has too little memory for the model alone: "
+    ):
         train(tmp_path / "refused", "cpu:100MiB")
-    train(tmp_path / "fits", "cpu:1GiB")
+    train(tmp_path / "fits", "cpu:2GiB")
     events = json.loads((tmp_path / "fits" / "timeline.json").read_text())["events"]
     (event,) = [event for event in events if event["kind"] == "memory"]
     assert event["gradients_bytes"] * 2 == event["optimizer_bytes"] == 2 * event["model_bytes"]

@@ -18,6 +18,7 @@ from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.epoch_orders import EpochOrders
 from outrider.data.epoch_pass import EpochPass
 from outrider.data.feed import Feed, make_feed
+from outrider.errors import DeviceError, named
 from outrider.policy.effects import Decision
 from outrider.policy.remaining import Remaining
 from outrider.rank.agreement import check_data, compare, stream_to_compare
@@ -35,6 +36,7 @@ from outrider.record.epoch_metrics import EpochMetrics
 from outrider.record.run_config import RunConfig
 from outrider.record.run_record import gpu_uuid, status_at_end
 from outrider.replica.learning_words import joined_words, learning_words
+from outrider.replica.out_of_memory import HINT, is_out_of_memory
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 from outrider.world.messages import Link
@@ -80,11 +82,24 @@ class TrainRun:
 
     # Set-up
 
+    def _make_replica(self) -> Replica:
+        world = self._world
+        try:
+            return Replica(self._recipe, device=world.device, rank=world.rank, name=str(world.spec))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceError(
+                f"rank {world.rank} ({world.spec}) has too little memory for the model alone: {named(error)}",
+                hint=HINT,
+                rank=world.rank,
+            ) from error
+
     def prepare(self) -> None:
         """Everything up to the first step; all ranks leave with the same parameters."""
         life, recipe, world = self._life, self._recipe, self._world
         self._recorder.event("joined")
-        replica = self._replica = Replica(recipe, device=world.device, rank=world.rank, name=str(world.spec))
+        replica = self._replica = self._make_replica()
         replica.on_micro_batch, replica.on_loss_scale = self._tell_micro_batch, self._record
         feed = self._open_feed(recipe.dataset, augment=recipe.augment, length=recipe.length)
         orders = self._orders = self._open_orders(feed)
