@@ -130,7 +130,15 @@ def test_pieces_over_shared_memory_give_the_bits_of_one_process(world_size: int,
 
 @pytest.mark.usefixtures("made_up_device")
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_ranks_with_and_without_a_gpu_give_the_same_bits(wire: str) -> None:
+@pytest.mark.parametrize("pieces_at_once", [1, 3])
+def test_ranks_with_and_without_a_gpu_give_the_same_bits(
+    wire: str, pieces_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel = pieces_at_once * PIECE_NUMEL
+    monkeypatch.setattr(Exchange, "_chunk_numel", lambda exchange, whole: numel)
+    sizes = [len(chunk.pieces) for chunk in make_exchange(0, 2).chunks]
+    assert max(sizes) == pieces_at_once
+
     def lanes(averager: HostAverager) -> None:
         if averager.exchange.rank == 0:
             averager._lane = CudaLane(torch.device("cpu"))

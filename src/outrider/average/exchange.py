@@ -21,7 +21,7 @@ from outrider.average.outer import Outer
 from outrider.average.rank_facts import Settled, Tail, drift
 from outrider.average.wire import MeanStep, Wire
 from outrider.average.wire_codec import add_feedback, keep_feedback
-from outrider.average.wire_piece import Piece, written
+from outrider.average.wire_piece import Chunk, Piece, chunked, written
 from outrider.average.wire_plan import plan_wires
 from outrider.errors import DataError
 
@@ -31,6 +31,8 @@ PIECE_NUMEL = 2**20
 """Elements of a piece that is summed on the host: it stays in the cache, and ranks signal each other rarely."""
 DEVICE_PIECE_NUMEL = 2**24
 """Elements of a piece that is summed between devices, where launches cost more than memory."""
+NUM_CHUNKS = 16
+"""A GPU computes what is summed on the host in about so many chunks, of at most `DEVICE_PIECE_NUMEL // 2` elements."""
 
 
 class Exchange:
@@ -87,6 +89,11 @@ class Exchange:
     def pieces(self) -> list[Piece]:
         """What the next average sends, in order."""
         return self._plain_pieces if self.is_exact else self._pieces
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The same, joined to what a GPU computes at once."""
+        return self._plain_chunks if self.is_exact else self._chunks
 
     @property
     def can_be_live(self) -> bool:
@@ -323,6 +330,7 @@ class Exchange:
             for number, (part, span) in enumerate(pieces)
         ]
         self._pieces = [written(piece, self._wire) for piece in self._plain_pieces]
+        self._plain_chunks, self._chunks = self._chunked(self._plain_pieces), self._chunked(self._pieces)
         self._values = None
         for part in {id(p.wire): p.wire for p in self._pieces if p.form is not None and p.form.has_feedback}.values():
             part.keep_errors()
@@ -336,6 +344,17 @@ class Exchange:
         self._report_here = torch.zeros(num_report, dtype=torch.float64, pin_memory=True) if is_remote else self._report
         is_pinned = self.arena.device.type == "cuda"
         self._row = torch.zeros(self._tail.num_values, 2, dtype=plans[0].dtype, pin_memory=is_pinned)
+
+    def _chunked(self, pieces: Sequence[Piece]) -> list[Chunk]:
+        chunks = chunked(pieces, self._chunk_numel(sum(piece.span.numel for piece in pieces)))
+        for chunk in chunks:
+            chunk.whole.wire.prepare([chunk.whole.span])
+        return chunks
+
+    def _chunk_numel(self, whole: int) -> int:
+        """Only a GPU joins pieces, of sums on the host: a host computes what fits its cache, NCCL has large pieces."""
+        is_joined = self.arena.device.type == "cuda" and self.device.type == "cpu"
+        return min(DEVICE_PIECE_NUMEL // 2, whole // NUM_CHUNKS) if is_joined else 0
 
     def _step_on_device(self, slots: Tensor) -> MeanStep:
         samples = self._tail.samples(slots)

@@ -24,7 +24,7 @@ from outrider.average.rank_facts import Settled
 from outrider.average.transport.collective import Collective
 from outrider.average.transport.piece_sums import PieceSums, SharedSums, piece_sums
 from outrider.average.transport.pinned_memory import pinned
-from outrider.average.wire_piece import Piece
+from outrider.average.wire_piece import Chunk, Piece
 
 WORKER_THREADS = 4
 """Threads that sum beside a GPU, if the rank has as many: the cores of a rank on a GPU are mostly free."""
@@ -136,30 +136,32 @@ class CudaLane:
 
     def walk(self, exchange: Exchange, sums: PieceSums, checks: Checks, times: WalkTimes) -> None:
         self._back.wait_stream(self._out)
-        outgoing: deque[tuple[Piece, torch.cuda.Event]] = deque()
-        summing: deque[Piece] = deque()
+        outgoing: deque[tuple[Chunk, Piece, torch.cuda.Event]] = deque()
+        summing: deque[tuple[Chunk, Piece]] = deque()
         returned: deque[torch.cuda.Event] = deque()
 
         def start() -> None:
-            piece, event = outgoing.popleft()
+            chunk, piece, event = outgoing.popleft()
             event.synchronize()
             # A sum may be overwritten by the pieces after it: what was read from it must have arrived.
             while len(returned) > 1:
                 returned.popleft().synchronize()
             sums.start()
-            summing.append(piece)
+            summing.append((chunk, piece))
 
         def settle() -> None:
             segments = times.transferred(sums.finish)
             checks.is_summed(exchange, segments)
-            returned.append(self._settle(exchange, summing.popleft(), segments))
+            returned.append(self._settle(exchange, *summing.popleft(), segments))
 
-        for number, piece in enumerate(exchange.pieces):
-            outgoing.append((piece, self._send(exchange, piece, sums, number % 2)))
-            if len(outgoing) > min(1, sums.depth):
-                start()
-            if len(outgoing) + len(summing) > sums.depth:
-                settle()
+        for number, chunk in enumerate(exchange.chunks):
+            packed = self._pack(exchange, chunk, number % 2)
+            for piece, at in chunk.places():
+                outgoing.append((chunk, piece, self._send(packed[at : at + piece.numel], piece, sums)))
+                if len(outgoing) > min(1, sums.depth):
+                    start()
+                if len(outgoing) + len(summing) > sums.depth:
+                    settle()
         while outgoing or summing:
             if outgoing:
                 start()
@@ -168,27 +170,34 @@ class CudaLane:
             self._done.record(self._back)
         self._done.synchronize()
 
-    def _send(self, exchange: Exchange, piece: Piece, sums: PieceSums, turn: int) -> torch.cuda.Event:
+    def _pack(self, exchange: Exchange, chunk: Chunk, turn: int) -> Tensor:
+        with torch.cuda.stream(self._out):
+            buffer = self._buffer(turn, chunk.whole.num_bytes).view(chunk.whole.dtype)
+            exchange.pack(chunk.whole, buffer)
+        return buffer
+
+    def _send(self, packed: Tensor, piece: Piece, sums: PieceSums) -> torch.cuda.Event:
         place = sums.place(piece.numel, piece.dtype, piece.form)
         with torch.cuda.stream(self._out):
-            buffer = self._buffer(turn, piece.num_bytes).view(piece.dtype)
-            exchange.pack(piece, buffer)
-            place.copy_(buffer, non_blocking=True)
+            place.copy_(packed, non_blocking=True)
             sent = torch.cuda.Event(blocking=True)
             sent.record(self._out)
         return sent
 
-    def _settle(self, exchange: Exchange, piece: Piece, segments: Sequence[Tensor]) -> torch.cuda.Event:
+    def _settle(self, exchange: Exchange, chunk: Chunk, piece: Piece, segments: Sequence[Tensor]) -> torch.cuda.Event:
+        """Bring the sum of a piece to the device; the last of a chunk moves the common point."""
         exchange.take_facts(piece, segments)
         with torch.cuda.stream(self._back):
-            buffer = self._buffer(2, piece.sum_bytes).view(piece.sum_dtype)
-            at = 0
+            whole = chunk.whole
+            buffer = self._buffer(2, whole.sum_bytes).view(whole.sum_dtype)
+            at = piece.span.start - whole.span.start
             for segment in segments:
                 buffer[at : at + segment.numel()].copy_(segment, non_blocking=True)
                 at += segment.numel()
             arrived = torch.cuda.Event(blocking=True)
             arrived.record(self._back)
-            exchange.settle(piece, [buffer])
+            if piece is chunk.pieces[-1]:
+                exchange.settle(whole, [buffer])
         return arrived
 
     def _buffer(self, turn: int, num_bytes: int) -> Tensor:

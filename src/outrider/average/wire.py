@@ -68,13 +68,21 @@ class Wire:
         """What rounding has left out of this rank's displacements; None without error feedback."""
         self._snapshot: Tensor | None = None
         self._has_infinities = False
+        self._mean = torch.zeros(0, dtype=plan.dtype, device=self.device)
+        self._parts: dict[tuple[int, int], list[WirePart]] = {}
+        self._is_plain: dict[tuple[int, int], bool] = {}
+        self.prepare(spans)
+
+    def prepare(self, spans: Sequence[WireSpan]) -> None:
+        """Find out once what is in these spans, which may overlap."""
         num_scratch = max(span.numel + span.num_extra for span in spans)
-        self._mean = torch.zeros(num_scratch, dtype=plan.dtype, device=self.device)
-        self._parts = {span.start: list(_parts(plan, span)) for span in spans}
-        self._is_plain = {
-            span.start: not span.norms and all(span.overlap(section) is None for section in plan.nonnegative)
-            for span in spans
-        }
+        if num_scratch > self._mean.numel():
+            self._mean = torch.zeros(num_scratch, dtype=self.plan.dtype, device=self.device)
+        for span in spans:
+            self._parts[span.start, span.stop] = list(_parts(self.plan, span))
+            self._is_plain[span.start, span.stop] = not span.norms and all(
+                span.overlap(section) is None for section in self.plan.nonnegative
+            )
 
     @property
     def snapshot(self) -> Tensor:
@@ -157,7 +165,7 @@ class Wire:
         The arenas then get the new common point if `is_live`, else the snapshot becomes the correction. `counts` adds
         the squares of the mean displacement to `squares`.
         """
-        if self._is_plain[span.start] and not step.is_alone:
+        if self._is_plain[span.start, span.stop] and not step.is_alone:
             self._settle_blocks(span, segments, step, is_live=is_live, counts=counts)
             return
         ref = self.ref[span.start : span.stop]
@@ -210,7 +218,7 @@ class Wire:
                 continue
             push = torch.mul(self.velocity[span.start : stop], fraction, out=self._mean[: stop - span.start])
             self.ref[span.start : stop].add_(push)
-            for part in self._parts[span.start]:
+            for part in self._parts[span.start, span.stop]:
                 if part.is_parameter:
                     part.source.add_(push[part.place].to(part.source.device))
 
@@ -238,7 +246,7 @@ class Wire:
 
     def _values(self, span: WireSpan, is_live: bool) -> list[tuple[WirePart, Tensor]]:
         """The parts of the arenas or of the snapshot, cut alike, so that norms have the same bits."""
-        parts = self._parts[span.start]
+        parts = self._parts[span.start, span.stop]
         if is_live:
             return [(part, part.source) for part in parts]
         snapshot = self.snapshot[span.start : span.stop]

@@ -1,10 +1,11 @@
-"""Decides what is sent and summed at a time, and how it is written on the wire.
+"""Decides what is sent and summed at a time, how it is written on the wire, and what a GPU computes at a time.
 
 Does no arithmetic. Called by Exchange, and by the averagers that move pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +50,38 @@ class Piece:
     @property
     def sum_bytes(self) -> int:
         return self.sum_numel * self.sum_dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Consecutive pieces that a GPU computes at once: beside a training step each of its kernels waits for its turn."""
+
+    whole: Piece
+    """Their span, for the arithmetic."""
+    pieces: tuple[Piece, ...]
+
+    def places(self) -> Iterator[tuple[Piece, int]]:
+        """Each piece, and where it begins in the chunk."""
+        for piece in self.pieces:
+            yield piece, piece.span.start - self.whole.span.start
+
+
+def chunked(pieces: Sequence[Piece], numel: int) -> list[Chunk]:
+    """Join pieces up to `numel` elements; those with facts, running variances or a form of their own stay alone."""
+    chunks: list[Chunk] = []
+    for piece in pieces:
+        last = chunks[-1].whole if chunks else None
+        if last is None or not (_can_join(last, piece) and piece.span.stop - last.span.start <= numel):
+            chunks.append(Chunk(whole=piece, pieces=(piece,)))
+            continue
+        whole = replace(last, span=replace(last.span, stop=piece.span.stop))
+        chunks[-1] = Chunk(whole=whole, pieces=(*chunks[-1].pieces, piece))
+    return chunks
+
+
+def _can_join(last: Piece, piece: Piece) -> bool:
+    is_plain = all(one.form is None and not one.num_slots and not one.span.norms for one in (last, piece))
+    return is_plain and last.wire is piece.wire
 
 
 def written(piece: Piece, wire: str) -> Piece:

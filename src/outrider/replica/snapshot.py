@@ -1,7 +1,8 @@
 """A snapshot of a replica, to restore it after trial steps.
 
-Decides what such steps may have changed: parameters, buffers, optimizer state, random state, attributes of modules.
-Called by `trial_steps`.
+Decides what such steps may have changed: parameters, buffers, optimizer state, random state, attributes of modules. It
+lies in host memory, so that trial steps have the memory of the device that steps in training have. Called by
+`trial_steps` and by the search for a micro-batch.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ class Snapshot:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._flats = {dtype: flat.clone() for dtype, flat in replica.arena.flats.items()}
-        self._integers = [tensor.clone() for tensor in replica.arena.integers]
+        self._flats = {dtype: _on_host(flat) for dtype, flat in replica.arena.flats.items()}
+        self._integers = [_on_host(tensor) for tensor in replica.arena.integers]
         self._resting = RestingCopy(replica.arena.layout.resting)
-        self._optimizer_state = _copied(replica.optimizer.state)
+        self._optimizer_state = {
+            parameter: {key: _Entry.of(value) for key, value in own.items()}
+            for parameter, own in replica.optimizer.state.items()
+        }
         self._attributes = {module: _attributes(module) for module in replica.model.modules()}
         self._steps = replica.steps
         self._random = randomness.capture()
@@ -47,7 +51,8 @@ class Snapshot:
         self._resting.put_back()
         replica.optimizer.zero_grad(set_to_none=True)
         replica.optimizer.state.clear()
-        replica.optimizer.state.update(_copied(self._optimizer_state))
+        for parameter, own in self._optimizer_state.items():
+            replica.optimizer.state[parameter] = {key: entry.copied() for key, entry in own.items()}
         for module, attributes in self._attributes.items():
             module.__dict__.update(attributes)
         replica.steps = self._steps
@@ -90,10 +95,20 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _REGISTRIES}
 
 
-def _copied(state: Any) -> dict[Any, Any]:
-    """Copy the state: clones tensors, and keeps the parameters that are its keys."""
-    return {parameter: {key: _clone(value) for key, value in own.items()} for parameter, own in state.items()}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A value in the state of an optimizer: tensors are copied, everything else is kept as it is."""
+
+    value: Any
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> _Entry:
+        return cls(value=_on_host(value), device=value.device) if isinstance(value, Tensor) else cls(value=value)
+
+    def copied(self) -> Any:
+        return self.value if self.device is None else self.value.to(self.device, copy=True)
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
