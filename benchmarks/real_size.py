@@ -27,32 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import outrider
-from outrider.bench.models.text_models import GptBlock
+from outrider.bench.models.text_models import GPT2_CONTEXT, gpt2_small, next_symbol_loss
 from outrider.errors import OutriderError
 
-CONTEXT, VOCABULARY = 512, 50_304
 SLICES = ("cuda:0%60", "cuda:0%25")
 EPOCHS = 3
-
-
-class Gpt2Small(nn.Module):
-    """Tokens [N, T] to logits [N, T, 50304]; the head shares the weights of the embedding."""
-
-    def __init__(self, *, width: int = 768, num_heads: int = 12, num_blocks: int = 12) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(GptBlock(width, num_heads, 4 * width, 0.0) for _ in range(num_blocks)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens) + self.positions(places))))
-        return logits
 
 
 class LoraShape(nn.Module):
@@ -75,11 +54,6 @@ class LoraShape(nn.Module):
         return x
 
 
-def next_token_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    (tokens,) = batch
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def squared_error(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -89,8 +63,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def gpt2_task(batch_size: int) -> dict[str, Any]:
-    tokens = torch.randint(0, 2_000, (4_096, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
-    return {"model": Gpt2Small, "step": next_token_loss, "dataset": (tokens,), "batch_size": batch_size}
+    tokens = torch.randint(0, 2_000, (4_096, GPT2_CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    return {"model": gpt2_small, "step": next_symbol_loss, "dataset": (tokens,), "batch_size": batch_size}
 
 
 def lora_task(batch_size: int) -> dict[str, Any]:
@@ -119,11 +93,12 @@ WHAT += [("lora", 64, name) for name in MODES if not name.startswith(("cadence",
 WHAT += [("gpt2", 128, name) for name in ("alone", "independent", "balanced nccl", "async nccl")]
 
 
-def measure(task: str, batch_size: int, mode: str) -> dict[str, Any]:
+def measure(task: str, batch_size: int, mode: str, **options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
         run = outrider.train(
             **TASKS[task](batch_size),
             **MODES[mode],
+            **options,
             optimizer=adamw,
             epochs=EPOCHS,
             precision="bf16",
@@ -152,20 +127,22 @@ def measure(task: str, batch_size: int, mode: str) -> dict[str, Any]:
     }
 
 
-def run(path: Path, *, rounds: int, first: int, seconds: float, only: Sequence[str]) -> None:
-    deadline_s = time.monotonic() + seconds
-    what = [one for one in WHAT if one[0] in only]
-    for number in range(first, first + rounds):
+def run(wishes: argparse.Namespace) -> None:
+    deadline_s = time.monotonic() + wishes.seconds
+    what = [one for one in WHAT if one[0] in wishes.only and one[1] in wishes.batch_sizes and one[2] in wishes.modes]
+    options = {} if wishes.overhead_target is None else {"overhead_target": wishes.overhead_target}
+    for number in range(wishes.first, wishes.first + wishes.rounds):
         start = 3 * number % len(what)
         for task, batch_size, mode in what[start:] + what[:start]:
             if time.monotonic() > deadline_s:
                 return
-            line: dict[str, Any] = {"round": number, "task": task, "batch_size": batch_size, "mode": mode}
+            name = mode if not options else f"{mode}, overhead_target={wishes.overhead_target}"
+            line: dict[str, Any] = {"round": number, "task": task, "batch_size": batch_size, "mode": name}
             try:
-                line |= measure(task, batch_size, mode)
+                line |= measure(task, batch_size, mode, **options)
             except OutriderError as error:
                 line["error"] = str(error)[:500]
-            with path.open("a") as file:
+            with wishes.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(line, flush=True)
 
@@ -202,9 +179,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first round")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--only", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16, 64, 128])
+    parser.add_argument("--overhead-target", type=float, help="of the modes that average; the default is train()'s")
     wishes = parser.parse_args()
     if wishes.what == "run":
-        run(wishes.path, rounds=wishes.rounds, first=wishes.first, seconds=wishes.seconds, only=wishes.only)
+        run(wishes)
     else:
         table(wishes.path)
 

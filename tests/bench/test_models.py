@@ -26,7 +26,7 @@ from outrider.bench.models.image_models import (
     resnet,
     resnet_graph,
 )
-from outrider.bench.models.text_models import char_rnn, gpt_nano, next_symbol_loss
+from outrider.bench.models.text_models import char_rnn, gpt2_small, gpt_nano, next_symbol_loss
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +61,7 @@ def num_parameters(make: Callable[[], nn.Module]) -> int:
         (conv_autoencoder, 9_569),
         (char_rnn, 946_625),
         (gpt_nano, 826_433),
+        (gpt2_small, 124_082_688),
         (resnet, 269_722),
         (resnet_graph, 269_722),
         (partial(resnet, 110), 1_727_962),

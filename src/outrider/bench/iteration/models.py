@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from outrider.bench.models import imagenet_resnet
 from outrider.bench.models.image_models import cross_entropy_step
-from outrider.bench.models.text_models import NUM_SYMBOLS, WINDOW
+from outrider.bench.models.text_models import (
+    GPT2_CONTEXT,
+    GPT2_TOKENS,
+    NUM_SYMBOLS,
+    WINDOW,
+    gpt2_small,
+    next_symbol_loss,
+)
 from outrider.bench.zoo import ENTRIES, Entry
 from outrider.errors import ConfigError, did_you_mean
 from outrider.replica.recipe import StepFunction
@@ -26,7 +33,8 @@ _IMAGENET_NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnext50_3
 IMAGENET_MODELS: dict[str, Callable[..., nn.Module]] = {
     name: getattr(imagenet_resnet, name) for name in _IMAGENET_NAMES
 }
-NAMES = (*IMAGENET_MODELS, *ENTRIES)
+GPT2 = "gpt2"
+NAMES = (*IMAGENET_MODELS, GPT2, *ENTRIES)
 Inputs = tuple[Tensor, ...]
 
 
@@ -48,6 +56,8 @@ def workload_named(name: str) -> Workload:
     """A model of the zoo, or `package.module:factory` for one that takes colour images and returns logits."""
     if name in IMAGENET_MODELS:
         return Workload(model=IMAGENET_MODELS[name], step=cross_entropy_step, make_inputs=colour_images)
+    if name == GPT2:
+        return Workload(model=gpt2_small, step=next_symbol_loss, make_inputs=_windows_of_tokens)
     if name in ENTRIES:
         entry = ENTRIES[name]
         return Workload(model=entry.make_model, step=entry.step, make_inputs=_inputs_of(entry))
@@ -101,6 +111,10 @@ def _colour_bytes(batch_size: int, image_size: int) -> Inputs:
 
 def _windows_of_text(batch_size: int, image_size: int) -> Inputs:
     return (torch.randint(NUM_SYMBOLS, (batch_size, WINDOW + 1), dtype=torch.uint8),)
+
+
+def _windows_of_tokens(batch_size: int, image_size: int) -> Inputs:
+    return (torch.randint(GPT2_TOKENS, (batch_size, GPT2_CONTEXT + 1)),)
 
 
 def _inputs_of(entry: Entry) -> Callable[[int, int], Inputs]:

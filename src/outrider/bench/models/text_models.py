@@ -1,4 +1,4 @@
-"""The two models of text, symbol by symbol: char_rnn and gpt_nano, and what they are trained with and measured by.
+"""The models of text: char_rnn and gpt_nano, symbol by symbol, and gpt2_small at real size; and their loss.
 
 Decides their layers and initial weights; parameter counts are asserted in tests. Knows no data, optimizer or device.
 Called by the benchmarks, `next_symbol_loss` in the ranks as step and evaluation.
@@ -14,6 +14,9 @@ from torch.nn import functional
 
 NUM_SYMBOLS = 65
 WINDOW = 128
+GPT2_TOKENS = 50_304
+"""GPT-2's 50,257, rounded up to what tensor cores like."""
+GPT2_CONTEXT = 512
 
 
 def next_symbol_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -36,6 +39,11 @@ def gpt_nano() -> nn.Module:
     bias, the head is a linear layer with bias of its own (not the embedding's weights), and there is a final norm.
     """
     return Gpt(width=128, num_heads=4, num_blocks=4, feed_forward=512, dropout=0.1)
+
+
+def gpt2_small() -> nn.Module:
+    """GPT-2 small (Radford et al. 2019) with a context of 512 tokens and no dropout (124,082,688 parameters)."""
+    return Gpt2(width=768, num_heads=12, num_blocks=12)
 
 
 class CharRnn(nn.Module):
@@ -71,6 +79,23 @@ class Gpt(nn.Module):
         places = torch.arange(symbols.shape[1], device=symbols.device)
         x = self.dropout(self.embedding(symbols) + self.positions(places))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+class Gpt2(nn.Module):
+    """Tokens int64 [N, T] with T up to 512 to logits [N, T, 50304]; the head shares the weights of the embedding."""
+
+    def __init__(self, *, width: int, num_heads: int, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(GPT2_TOKENS, width), nn.Embedding(GPT2_CONTEXT, width)
+        self.blocks = nn.Sequential(*(GptBlock(width, num_heads, 4 * width, 0.0) for _ in range(num_blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, GPT2_TOKENS, bias=False)
+        self.apply(_start_small)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens) + self.positions(places))))
         return logits
 
 
@@ -118,5 +143,5 @@ def _start_small(module: nn.Module) -> None:
     """GPT-2's start (Radford et al. 2019): normal with deviation 0.02, biases zero."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
