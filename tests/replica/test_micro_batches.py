@@ -307,6 +307,57 @@ def test_the_search_finds_nearly_the_largest_size_and_leaves_a_margin(
     assert (replica.steps, replica.loss_sums.has_losses, len(replica.optimizer.state)) == (0, False, 0)
 
 
+def test_the_search_counts_the_gradient_of_the_micro_batches_before() -> None:
+    """Where a batch is cut, its gradient so far lies beside the activations."""
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        has_gradient = next(model.parameters()).grad is not None
+        return limited(model, batch, fits=7 if has_gradient else 15)
+
+    replica = make(step=step)
+    found = find_micro_batch(replica, DATA, samples=24)
+    assert found is not None
+    assert found.details["largest"] == 7
+    replica.on_micro_batch = lambda decision: pytest.fail(f"memory ran out after all: {decision}")
+    replica.step(DATA, samples=24, at=0)
+
+
+def test_the_search_holds_what_averages_allocate_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: held.append(size[0]) or empty(*size, **options))
+    find_micro_batch(make(), DATA, samples=24, later_bytes=4321)
+    assert 4321 in held
+
+
+class _Graphs:
+    """Captured steps whose memory is in the way of a step of another size."""
+
+    num_warm_ups = 0
+
+    def __init__(self) -> None:
+        self.given_up: list[str] = []
+
+    def give_up(self, reason: str) -> bool:
+        self.given_up.append(reason)
+        return len(self.given_up) == 1
+
+
+def test_captured_steps_give_way_before_micro_batches_shrink() -> None:
+    graphs = _Graphs()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return limited(model, batch, fits=24 if graphs.given_up else 7)
+
+    replica = make(step=step)
+    told: list[Decision] = []
+    replica.on_micro_batch = told.append
+    replica.captured = graphs  # type: ignore[assignment]
+    replica.plain_step(DATA, samples=24, at=0)
+    assert graphs.given_up == ["its memory is needed by steps of other sizes"]
+    assert (told, replica.micro_batches.limit, replica.steps) == ([], None, 1)
+
+
 def test_the_size_is_remembered_for_the_same_device_unless_one_is_given() -> None:
     replica = make(step=partial(limited, fits=7))
     replica.step(DATA, samples=24, at=0)

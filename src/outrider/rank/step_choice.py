@@ -47,15 +47,17 @@ def agree_on_format(replica: Replica, feed: Feed, *, world: World, devices: Sequ
         recorder.event("memory format", value=choice.value, reason=choice.reason)
 
 
-def fit_micro_batch(replica: Replica, feed: Feed, *, recorder: Recorder) -> None:
+def fit_micro_batch(replica: Replica, feed: Feed, *, later_bytes: int, recorder: Recorder) -> None:
     """Find the largest micro-batch that fits; not where a size was given or remembered, and not on a host.
 
-    A host has no limit of its own to try: it swaps, or its kernel ends processes.
+    A host has no limit of its own to try: it swaps, or its kernel ends processes. `later_bytes` are what averages will
+    allocate during training.
     """
     if replica.device.type != "cuda" or replica.micro_batches.limit is not None:
         return
     samples = _num_first(replica, feed)
-    found = find_micro_batch(replica, _first_batch(replica, feed).batch(), samples=samples)
+    batch = _first_batch(replica, feed).batch()
+    found = find_micro_batch(replica, batch, samples=samples, later_bytes=later_bytes)
     if found is not None:
         recorder.event(found.kind, value=found.value, reason=found.reason, **found.details)
 

@@ -129,7 +129,7 @@ class TrainRun:
         if resumed is not None:
             self._epoch, self._remaining = resumed.progress.epoch, resumed.progress.rest(self._extent.epoch_samples)
             self._sequence_before = resumed.state.get("sequence") if self._remaining.position else None
-        fit_micro_batch(replica, feed, recorder=self._recorder)
+        fit_micro_batch(replica, feed, later_bytes=life.memory_later, recorder=self._recorder)
         check_products(replica, feed, world=world)
         decide_execution(replica, feed, recorder=self._recorder)
         self._recorder.event("ready", device=str(world.spec), gpu=gpu_uuid(world.device), feed=feed.reason)

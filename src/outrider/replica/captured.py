@@ -73,10 +73,13 @@ class CapturedSteps:
         self._rates = Rates(self._replica.optimizer, self._replica.device)
         self._hyperparameters = hyperparameters(self._replica.optimizer)
 
-    def free(self) -> None:
-        """Drop all graphs with their memory."""
-        self.forget()
+    def give_up(self, reason: str) -> bool:
+        """Run eagerly from now on, and free the memory of the graphs; False if there are none."""
+        if not self._graphs:
+            return False
+        self.refuse(reason)
         self._stream.free()
+        return True
 
     # Between segments callbacks may freeze layers, change settings or load states, which graphs would not see.
 

@@ -1,13 +1,16 @@
 """Finds the largest micro-batch that fits the memory of a device, by trial steps that are put back afterwards.
 
 Decides which sizes are tried: the whole batch, then halves of it until one fits, then sizes between that and the last
-that did not. A margin stays free, for fragments and for batches whose samples are larger. Called once per rank, before
-training, where `micro_batch` is "auto" and the device says when its memory runs out.
+that did not. A margin stays free, for fragments and for batches whose samples are larger, and what averages allocate
+later is held meanwhile. Called once per rank, before training, where `micro_batch` is "auto" and the device says when
+its memory runs out.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from outrider.errors import OutriderError
 from outrider.policy.effects import Decision
@@ -25,10 +28,13 @@ PRECISION = 8
 """The search ends when the range is smaller than this part of the size that fits."""
 
 
-def find_micro_batch(replica: Replica, batch: Any, *, samples: int) -> Decision | None:
-    """Set the replica's limit; None if whole batches fit. What fails for other reasons fails in training too."""
+def find_micro_batch(replica: Replica, batch: Any, *, samples: int, later_bytes: int = 0) -> Decision | None:
+    """Set the replica's limit; None if whole batches fit. What fails for other reasons fails in training too.
+
+    `later_bytes` are allocated after the search, and so are not free in training.
+    """
     largest = replica.micro_batches.counts(samples)[0]
-    trial = _Trial(replica, batch, samples=samples)
+    trial = _Trial(replica, batch, samples=samples, later_bytes=later_bytes)
     try:
         trial.warm_up()
         if trial.fits(largest) is not False:
@@ -65,8 +71,9 @@ def _between(trial: _Trial, fitting: int, failing: int) -> int:
 class _Trial:
     """Gradients of one replica at several sizes; loss sums and logged scalars of the trials are thrown away."""
 
-    def __init__(self, replica: Replica, batch: Any, *, samples: int) -> None:
+    def __init__(self, replica: Replica, batch: Any, *, samples: int, later_bytes: int) -> None:
         self._replica = replica
+        self._held = _held(later_bytes, replica.device)
         self._batch = batch
         self._samples = samples
         self._snapshot = Snapshot(replica)
@@ -83,8 +90,10 @@ class _Trial:
         """None if the step fails for another reason: at the size of training the first step reports it."""
         try:
             self._replica.optimizer.zero_grad(set_to_none=True)
-            batch = first_samples(self._batch, size, samples=self._samples)
-            self._replica.compute_gradient(batch, samples=size)
+            if size < self._samples:
+                # The gradient of the micro-batches before it lies beside the activations.
+                self._add_gradient(min(2, size))
+            self._add_gradient(size)
             return True
         except OutriderError as error:
             found = False if is_out_of_memory(error) else None
@@ -92,8 +101,23 @@ class _Trial:
         free_memory(self._replica.device)
         return found
 
+    def _add_gradient(self, size: int) -> None:
+        batch = first_samples(self._batch, size, samples=self._samples)
+        self._replica.compute_gradient(batch, samples=size)
+
     def put_back(self) -> None:
+        self._held = None
         self._replica.loss_sums, self._replica.logged_scalars = self._kept
         self._replica.micro_batches = self._micro_batches
         self._snapshot.restore()
         free_memory(self._replica.device)
+
+
+def _held(num_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """None where not even these fit: then the trials cannot say more than that nothing fits."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None

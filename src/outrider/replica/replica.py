@@ -380,10 +380,9 @@ class Replica:
         if self.captured is not None:
             self.captured.forget()
 
-    def free_captures(self) -> None:
-        """The same, with their memory."""
-        if self.captured is not None:
-            self.captured.free()
+    def give_up_captures(self, reason: str) -> bool:
+        """Run eagerly from now on, and free the memory of captured steps; False if none were captured."""
+        return self.captured is not None and self.captured.give_up(reason)
 
     def resize_compiled(self, samples: int) -> None:
         """Compile the step for micro-batches of another size."""

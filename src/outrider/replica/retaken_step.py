@@ -32,7 +32,7 @@ class Retakeable(Protocol):
     optimizer: torch.optim.Optimizer
     micro_batches: MicroBatches
 
-    def free_captures(self) -> None: ...
+    def give_up_captures(self, reason: str) -> bool: ...
 
     def resize_compiled(self, samples: int) -> None: ...
 
@@ -57,13 +57,14 @@ class RetakenSteps:
         is_retaken = False
         while not self._fits(gradient, samples, tried=tried):
             # The exception is gone here, and with it the frames that held the activations.
-            self._replica.free_captures()
             free_memory(self._replica.device)
             start.put_back()
             is_retaken = True
         if self._draws_on_host is None:
             self._draws_on_host = start.host_has_drawn()
         if is_retaken:
+            self.num_retaken += 1
+        if self._replica.micro_batches.counts(samples)[0] != tried:
             self._tell(tried, samples)
 
     def _fits(self, gradient: Callable[[], None], samples: int, *, tried: int) -> bool:
@@ -77,7 +78,9 @@ class RetakenSteps:
                 cause = error.message if error.__cause__ is None else named(error.__cause__)
                 trouble = f"out of memory with {tried} samples at once, and in micro-batches of {size}: {cause}"
                 raise self._error(trouble, error.hint) from error
-            self._shrink(samples, error)
+            # Captured steps keep the memory of their activations beside that of other steps.
+            if not self._replica.give_up_captures("its memory is needed by steps of other sizes"):
+                self._shrink(samples, error)
             return False
         return True
 
@@ -94,7 +97,6 @@ class RetakenSteps:
         replica.micro_batches.shrink(samples)
 
     def _tell(self, tried: int, samples: int) -> None:
-        self.num_retaken += 1
         size = self._replica.micro_batches.counts(samples)[0]
         self._replica.resize_compiled(size)
         reason = f"out of memory with {tried} samples at once{memory_words(self._replica.device)}"
