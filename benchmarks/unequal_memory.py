@@ -33,7 +33,7 @@ from outrider.machine.devices import parse_devices
 
 DEVICES = "cuda:0%60:24GiB,cuda:0%25:8GiB"
 BATCH_SIZE = 32
-PAIRS = ((32, 8), (32, 12), (32, 16))
+PAIRS = ((32, 8), (32, 12))
 DDP_BATCHES = (16, 12, 8, 4)
 EPOCHS = 3
 COMMON: dict[str, Any] = {"precision": "bf16", "threads_per_rank": 2, "timeout_s": 120.0}

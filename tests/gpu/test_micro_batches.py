@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outrider.data.packed_batch import PackedBatch
 from outrider.policy.effects import Decision
+from outrider.replica.execution import choose_execution
 from outrider.replica.micro_batch_search import find_micro_batch
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
@@ -88,6 +90,21 @@ def test_the_search_finds_a_size_that_then_fits(small_card: torch.device) -> Non
     replica.on_micro_batch = told.append
     for number in range(3):
         replica.step(data, samples=BATCH, at=number * BATCH)
+    assert told == []
+
+
+def test_a_trial_of_captured_steps_leaves_its_memory_to_eager_ones(small_card: torch.device) -> None:
+    """Half a batch fits once beside the model, and not a second time in memory set aside for graphs."""
+    data = torch.randn(BATCH // 2, WIDTH, device=small_card)
+    replica = make(small_card, execution="graph")
+    batch = PackedBatch(inputs=data, unpack=lambda inputs: inputs)
+    choose_execution(replica, lambda: batch, samples=BATCH // 2, on_decision=lambda decision: None)
+    set_aside = torch.cuda.memory_reserved(small_card) - torch.cuda.memory_allocated(small_card)
+    assert set_aside < 200 * 2**20
+    told: list[Decision] = []
+    replica.on_micro_batch = told.append
+    for number, size in enumerate((BATCH // 2, BATCH // 2, BATCH // 2, BATCH // 2 - 8, BATCH // 2 - 8)):
+        replica.step(data[:size], samples=size, at=number * BATCH // 2)
     assert told == []
 
 

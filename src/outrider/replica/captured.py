@@ -74,12 +74,12 @@ class CapturedSteps:
         self._hyperparameters = hyperparameters(self._replica.optimizer)
 
     def give_up(self, reason: str) -> bool:
-        """Run eagerly from now on, and free the memory of the graphs; False if there are none."""
-        if not self._graphs:
-            return False
-        self.refuse(reason)
+        """Free the memory set aside for graphs. Where there are some, run eagerly from now on; else returns False."""
+        has_graphs = bool(self._graphs)
+        if has_graphs:
+            self.refuse(reason)
         self._stream.free()
-        return True
+        return has_graphs
 
     # Between segments callbacks may freeze layers, change settings or load states, which graphs would not see.
 

@@ -6,7 +6,6 @@ training.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from outrider.policy.effects import Decision
 from outrider.replica.capture import CaptureStream, Uncapturable
 from outrider.replica.captured import CapturedSteps
 from outrider.replica.compiled import CompiledStep
+from outrider.replica.out_of_memory import free_memory
 from outrider.replica.replica import Replica
 from outrider.replica.snapshot import Snapshot
 from outrider.replica.trial_steps import Rehearsal, Trial
@@ -55,9 +55,11 @@ def _captured(replica: Replica, packed_batch: PackedBatch, samples: int, on_deci
     rehearsal = Rehearsal(replica, packed_batch, samples=samples, stream=stream)
     eager = rehearsal.eager()
     captured = _trial_or_refusal(rehearsal, eager)
+    # The graphs of the trial are gone, but their memory is still set aside for graphs. And the frames of a step that
+    # failed keep its loss, and with it the autograd state of another stream, until they are collected.
+    stream.free()
+    free_memory(replica.device)
     if isinstance(captured, str):
-        # The frames of the failed step kept its loss, and with it the autograd state of another stream.
-        gc.collect()
         return _decided("eager", f"the step cannot be captured: {captured}", eager_ms=round(eager.ms, 2))
     details = {"eager_ms": round(eager.ms, 2), "graph_ms": round(captured.ms, 2)}
     timing = f"a captured step takes {details['graph_ms']:.2f} ms, an eager one {details['eager_ms']:.2f} ms"

@@ -381,7 +381,7 @@ class Replica:
             self.captured.forget()
 
     def give_up_captures(self, reason: str) -> bool:
-        """Run eagerly from now on, and free the memory of captured steps; False if none were captured."""
+        """Free the memory of captured steps and run eagerly from now on; False if none were captured."""
         return self.captured is not None and self.captured.give_up(reason)
 
     def resize_compiled(self, samples: int) -> None:
