@@ -13,8 +13,10 @@ from torch import nn
 
 from outrider.data.feed import make_feed
 from outrider.machine.devices import parse_devices
+from outrider.policy.effects import Decision
+from outrider.policy.policies import policy_spec
 from outrider.rank import step_choice
-from outrider.rank.step_choice import agree_on_format, check_products
+from outrider.rank.step_choice import agree_on_format, check_products, decide_execution
 from outrider.replica.half_products import HalfProduct
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
@@ -114,3 +116,20 @@ def test_an_error_of_the_step_is_left_to_the_first_step(monkeypatch: pytest.Monk
         raise ValueError("no target")
 
     assert len(checked("cuda:0%30", monkeypatch, step=fails)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "overlaps", "is_told"), [("balanced", True, True), ("balanced", False, False), ("async", True, False)]
+)
+def test_it_is_told_that_shared_steps_of_a_captured_replica_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch, policy: str, overlaps: bool, is_told: bool
+) -> None:
+    chosen = Decision("execution", "graph", "a captured step is faster", {})
+    monkeypatch.setattr(step_choice, "choose_execution", lambda *given, **options: chosen)
+    replica: Any = SimpleNamespace(batch_size=16, recipe=SimpleNamespace(policy_spec=policy_spec(policy)))
+    recorder = Recorder(0, origin_s=0.0)
+    feed = make_feed(DATA, device=CPU, seed=0)
+    decide_execution(replica, feed, recorder=recorder, can_overlap=lambda: overlaps)
+    (event,) = recorder.events
+    eagerly = "; gradients of shared steps are computed eagerly: their sums then overlap with the backward pass"
+    assert event["reason"] == chosen.reason + eagerly * is_told

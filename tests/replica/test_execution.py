@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from functools import partial
@@ -322,3 +323,30 @@ def test_ranks_of_two_minds_stay_contiguous() -> None:
         assert agree(choices) == FormatChoice(
             value="contiguous", reason="for rank 1 beside rank 0: cpu has no tensor cores"
         )
+
+
+class _Graphs:
+    """Captured steps that say which of their two gradients was wanted."""
+
+    num_warm_ups = 0
+
+    def __init__(self) -> None:
+        self.computed: list[str] = []
+
+    def gradient(self, packed_batch: PackedBatch, *, samples: int) -> None:
+        self.computed.append("captured")
+
+    def eager_gradient(self, packed_batch: PackedBatch, *, samples: int, overlapped: Any) -> None:
+        with overlapped():
+            self.computed.append("eager")
+
+
+@pytest.mark.parametrize(("execution", "can_overlap"), [("auto", True), ("graph", False)])
+def test_gradients_whose_sums_overlap_with_backward_are_not_captured(execution: str, can_overlap: bool) -> None:
+    made, graphs = replica(execution=execution), _Graphs()
+    made.captured = graphs  # type: ignore[assignment]
+    # What was asked for is done: with execution="graph" sums do not overlap.
+    assert made.can_overlap is can_overlap
+    made.gradient(DATA[:3], samples=3)
+    made.gradient(DATA[:3], samples=3, overlapped=contextlib.nullcontext)
+    assert graphs.computed == ["captured", "eager"]

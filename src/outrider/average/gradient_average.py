@@ -31,6 +31,10 @@ class GradientAverage(Protocol):
     def num_bytes(self) -> int:
         """What one average sends."""
 
+    @property
+    def can_overlap(self) -> bool:
+        """Whether sums can begin before a backward pass ends."""
+
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
         """Around one backward pass into parameters without gradients: its sums may begin before it ends."""
 
@@ -53,6 +57,10 @@ class BucketGradients:
     @property
     def num_bytes(self) -> int:
         return self._exchange.num_bytes
+
+    @property
+    def can_overlap(self) -> bool:
+        return self._overlap.is_possible
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
         return self._overlap.backward(samples)
@@ -92,8 +100,12 @@ class PiecewiseGradients:
     def num_bytes(self) -> int:
         return self._pieces.num_bytes
 
-    def overlapped(self, samples: int) -> AbstractContextManager[None]:
+    @property
+    def can_overlap(self) -> bool:
         """No overlap: the cores that compute also sum."""
+        return False
+
+    def overlapped(self, samples: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def average(self, samples: int, facts: Sequence[float]) -> None:

@@ -42,6 +42,11 @@ class Overlap:
         self._packed: list[tuple[int, Tensor, int]] = []
         """Parameters whose gradients are being summed, with the gradient and its version when it was copied."""
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether sums can begin before a pass ends: there are several buckets, and gradients come in one order."""
+        return self._is_possible
+
     @contextlib.contextmanager
     def backward(self, samples: int) -> Iterator[None]:
         """Context of one backward pass into parameters without gradients."""

@@ -58,6 +58,8 @@ class Averages(Protocol):
     def lay_out(self, *, catch_up: Callable[[], int | None], is_within_pass: bool) -> NewLayout: ...
     def lay_out_as(self, *, changing: Sequence[str], trained: Sequence[str] | None = None) -> None: ...
     def average(self, samples: int, facts: Sequence[float]) -> Settled: ...
+    @property
+    def can_overlap(self) -> bool: ...
     def overlapped(self, samples: int) -> AbstractContextManager[None]: ...
     def average_gradients(self, samples: int, facts: Sequence[float]) -> None: ...
     def gradient_facts(self) -> Settled: ...
@@ -264,11 +266,12 @@ class GroupAverages:
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
         """Around a gradient: its sum may begin before it is complete."""
-        return self._gradients.overlapped(samples) if self._may_overlap else contextlib.nullcontext()
+        return self._gradients.overlapped(samples) if self.can_overlap else contextlib.nullcontext()
 
     @property
-    def _may_overlap(self) -> bool:
-        return self._pays_to_overlap and self._replica.can_overlap
+    def can_overlap(self) -> bool:
+        """Whether the sum of a gradient may begin before it is complete."""
+        return self._pays_to_overlap and self._replica.can_overlap and self._gradients.can_overlap
 
     def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
         """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""

@@ -39,6 +39,10 @@ class SoloAverages:
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
         return Settled(facts=(tuple(facts),), total_samples=samples, drift=0.0)
 
+    @property
+    def can_overlap(self) -> bool:
+        return False
+
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 

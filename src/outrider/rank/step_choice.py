@@ -6,7 +6,7 @@ checks the step's matrix products. Called once per rank, at set-up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from outrider.data.feed import Feed
@@ -26,6 +26,8 @@ from outrider.world.world import World
 _ON_A_SLICE = FormatChoice(
     value="contiguous", reason="on a slice, kernels of channels_last can wait for ever for what its neighbours hold"
 )
+
+_EAGER_GRADIENTS = "gradients of shared steps are computed eagerly: their sums then overlap with the backward pass"
 
 _FORMAT_SAMPLES = 8
 """Enough to see whether a step works, and few enough to fit any device."""
@@ -72,11 +74,16 @@ def check_products(replica: Replica, feed: Feed, *, world: World) -> None:
         mend_products(world.spec, rank=world.rank, of_step=products)
 
 
-def decide_execution(replica: Replica, feed: Feed, *, recorder: Recorder) -> None:
-    """Choose eager, compiled or captured steps for this rank, and record why."""
+def decide_execution(replica: Replica, feed: Feed, *, recorder: Recorder, can_overlap: Callable[[], bool]) -> None:
+    """Choose eager, compiled or captured steps for this rank, and record why.
+
+    `can_overlap` says whether sums of gradients overlap with the backward pass, which in captured steps they do not.
+    """
 
     def record(decision: Decision) -> None:
-        recorder.event(decision.kind, value=decision.value, reason=decision.reason, **decision.details)
+        is_mixed = decision.value == "graph" and replica.recipe.policy_spec.shares_steps and can_overlap()
+        reason = f"{decision.reason}; {_EAGER_GRADIENTS}" if is_mixed else decision.reason
+        recorder.event(decision.kind, value=decision.value, reason=reason, **decision.details)
 
     samples = _num_first(replica, feed)
     record(choose_execution(replica, lambda: _first_batch(replica, feed), samples=samples, on_decision=record))

@@ -136,5 +136,6 @@ class Stepper:
             self._replica.no_gradient()
             return
         data = self._driver.fetch(batch, as_packed_batch=self._replica.captured is not None)
-        overlapped = partial(self._driver.averages.overlapped, batch.count)
+        averages = self._driver.averages
+        overlapped = partial(averages.overlapped, batch.count) if averages.can_overlap else None
         self._replica.gradient(data, samples=batch.count, overlapped=overlapped)

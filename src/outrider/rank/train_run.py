@@ -131,7 +131,8 @@ class TrainRun:
             self._sequence_before = resumed.state.get("sequence") if self._remaining.position else None
         fit_micro_batch(replica, feed, later_bytes=life.memory_later, recorder=self._recorder)
         check_products(replica, feed, world=world)
-        decide_execution(replica, feed, recorder=self._recorder)
+        averages = life.driver.averages
+        decide_execution(replica, feed, recorder=self._recorder, can_overlap=lambda: averages.can_overlap)
         self._recorder.event("ready", device=str(world.spec), gpu=gpu_uuid(world.device), feed=feed.reason)
         self._record_compensation()
         life.begin_record()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from outrider.data.packed_batch import PackedBatch
 
 Work = Callable[[], Any]
+Overlapped = Callable[[], AbstractContextManager[None]]
+"""Opened around a backward pass, during which the sums of its gradients may begin."""
 
 
 class FasterSteps(Protocol):
@@ -25,6 +28,8 @@ class FasterSteps(Protocol):
     def step(self, packed_batch: PackedBatch, *, samples: int, at: int) -> None: ...
 
     def gradient(self, packed_batch: PackedBatch, *, samples: int) -> None: ...
+
+    def eager_gradient(self, packed_batch: PackedBatch, *, samples: int, overlapped: Overlapped) -> None: ...
 
     def update(self, *, at: int) -> None: ...
 

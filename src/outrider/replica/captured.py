@@ -6,6 +6,7 @@ capture pays. Parameters, buffers and states belong to the replica.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from outrider.data.packed_batch import PackedBatch
 from outrider.replica.capturable_optimizer import OptimizerForm, Rates, hyperparameters, make_capturable
-from outrider.replica.capture import CaptureStream, Uncapturable
+from outrider.replica.capture import CaptureStream, Overlapped, Uncapturable
 from outrider.replica.logged_scalars import LogEntries
+from outrider.replica.out_of_memory import free_memory
 from outrider.replica.replica import Replica
 
 MAX_GRAPHS = 12
@@ -122,11 +124,18 @@ class CapturedSteps:
         replica = self._replica
         graph = self._graph_for("gradient", packed_batch, samples)
         if graph is None:
-            self._stream.run(lambda: replica.plain_gradient(packed_batch.batch(), samples=samples))
+            self.eager_gradient(packed_batch, samples=samples)
             return
         self._replay(graph, packed_batch)
         for parameter, gradient in zip(replica.arena.parameters, graph.gradients, strict=True):
             parameter.grad = gradient
+
+    def eager_gradient(
+        self, packed_batch: PackedBatch, *, samples: int, overlapped: Overlapped = contextlib.nullcontext
+    ) -> None:
+        """A gradient that is not captured, on the stream of those that are."""
+        compute = self._replica.plain_gradient
+        self._stream.run(lambda: compute(packed_batch.batch(), samples=samples, overlapped=overlapped))
 
     def update(self, *, at: int) -> None:
         replica = self._replica
@@ -174,10 +183,11 @@ class CapturedSteps:
         self._sights[key] += 1
         if self._sights[key] < SIGHTS:
             return None
-        try:
-            graph = capture()
-        except Uncapturable as refusal:
-            self.refuse(str(refusal))
+        graph = _graph_or_refusal(capture)
+        if isinstance(graph, str):
+            self.refuse(graph)
+            # The step may have failed for want of memory, and its frames hold what it took until they are collected.
+            free_memory(self._replica.device)
             return None
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
@@ -240,6 +250,13 @@ class CapturedSteps:
         graph.graph.replay()
         replica.loss_sums.counted_on(graph.samples)
         replica.logged_scalars.logged_again(graph.logged)
+
+
+def _graph_or_refusal(capture: Callable[[], _Graph]) -> _Graph | str:
+    try:
+        return capture()
+    except Uncapturable as refusal:
+        return str(refusal)
 
 
 def _is_fixed(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from outrider.data.packed_batch import as_packed_batch, unpacked
 from outrider.errors import OutriderError, StepError, named
 from outrider.policy.effects import Decision
 from outrider.replica.averaging_compensation import compensate
-from outrider.replica.capture import FasterSteps
+from outrider.replica.capture import FasterSteps, Overlapped
 from outrider.replica.compiled import CompiledStep
 from outrider.replica.evaluation_mode import evaluating
 from outrider.replica.finite import FiniteCheck, check_update, gradient_not_finite
@@ -36,8 +36,6 @@ from outrider.replica.retaken_step import RetakenSteps
 from outrider.replica.run_identity import identity_of
 from outrider.replica.tuning import autocast, fuse_optimizer, set_tf32, to_channels_last
 from outrider.replica.user_factories import make_model, make_optimizer, make_scheduler, no_advice_on_order
-
-Overlapped = Callable[[], AbstractContextManager[None]]
 
 
 class Replica:
@@ -115,15 +113,18 @@ class Replica:
         else:
             self.captured.step(as_packed_batch(data), samples=samples, at=at)
 
-    def gradient(self, data: Any, *, samples: int, overlapped: Overlapped = nullcontext) -> None:
+    def gradient(self, data: Any, *, samples: int, overlapped: Overlapped | None = None) -> None:
         """Forward and backward; afterwards every used parameter holds its gradient.
 
-        `overlapped` is entered around a single backward pass: gradients may then be summed before it ends.
+        `overlapped` is entered around a single backward pass: gradients may then be summed before it ends. That saves
+        more than a capture, whose gradients are complete only at its end, so such a gradient is computed eagerly.
         """
         if self.captured is None:
-            self.plain_gradient(unpacked(data), samples=samples, overlapped=overlapped)
-        else:
+            self.plain_gradient(unpacked(data), samples=samples, overlapped=overlapped or nullcontext)
+        elif overlapped is None:
             self.captured.gradient(as_packed_batch(data), samples=samples)
+        else:
+            self.captured.eager_gradient(as_packed_batch(data), samples=samples, overlapped=overlapped)
 
     def no_gradient(self) -> None:
         """Take part in a shared step without samples."""
@@ -333,7 +334,8 @@ class Replica:
     @property
     def can_overlap(self) -> bool:
         """Gradients of one backward pass, with hooks of its own, that nobody changes before they are summed."""
-        return self.captured is None and self.compiled is None and self.loss_scale is None
+        is_eager = self.captured is None or self.recipe.execution == "auto"
+        return is_eager and self.compiled is None and self.loss_scale is None
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide which samples and steps come next, for a checkpoint."""

@@ -116,7 +116,7 @@ class OutriderLoop:
         self._averages.start_from_rank_zero()
         self._stopwatch = DeviceStopwatch(world.device)
         feed, recorder = FixedFeed(batch), Recorder(world.rank, origin_s=time.time())
-        decide_execution(replica, feed, recorder=recorder)
+        decide_execution(replica, feed, recorder=recorder, can_overlap=lambda: self._averages.can_overlap)
         clocks = DeviceClocks(world.device) if world.device.type == "cuda" else None
         driver = Driver(
             replica=replica,
