@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from outrider.average.arena import Arena
 from outrider.average.exchange import Exchange
 from outrider.average.rank_facts import Settled
 from outrider.average.transport.collective import meet_pieces
+from outrider.average.transport.shared_memory_sums import SharedMemoryCollective
 
 
 @dataclass
@@ -99,3 +104,33 @@ def thread_collectives() -> list[ThreadCollective]:
     tensors: dict[int, Sequence[Tensor]] = {}
     barrier = threading.Barrier(2)
     return [ThreadCollective(rank=rank, tensors=tensors, barrier=barrier) for rank in range(2)]
+
+
+OnRanks = Callable[[int, Callable[[int, SharedMemoryCollective], Any]], list[Any]]
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> OnRanks:
+    """Ranks as threads, each with its shared memory: what each of them returns."""
+
+    def on_ranks(world_size: int, run: Callable[[int, SharedMemoryCollective], Any]) -> list[Any]:
+        values: dict[int, Any] = {}
+        barrier = threading.Barrier(world_size)
+
+        def rank_main(rank: int) -> Any:
+            def exchange(own: Any) -> list[Any]:
+                values[rank] = own
+                barrier.wait(30)
+                told = [values[one] for one in range(world_size)]
+                barrier.wait(30)
+                return told
+
+            with closing(
+                SharedMemoryCollective.open(rank, exchange=exchange, timeout_s=30.0, base=str(tmp_path))
+            ) as collective:
+                return run(rank, collective)
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(rank_main, range(world_size)))
+
+    return on_ranks

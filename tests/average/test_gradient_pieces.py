@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from outrider.average.transport.collective import meet
 from outrider.average.transport.piece_sums import PrivateSums
 from outrider.average.transport.shared_memory_sums import SharedMemoryCollective
 
+OnRanks = Callable[[int, Callable[[int, SharedMemoryCollective], Any]], list[Any]]
 PIECE_BYTES = 1_000
 NUM_STEPS = 3
 
@@ -91,30 +90,7 @@ def in_one_process(world_size: int) -> list[tuple[list[Tensor | None], Settled]]
     return found
 
 
-def on_ranks(world_size: int, folder: Path, run: Callable[[int, SharedMemoryCollective], Any]) -> list[Any]:
-    """Ranks as threads, each with its shared memory."""
-    values: dict[int, Any] = {}
-    barrier = threading.Barrier(world_size)
-
-    def rank_main(rank: int) -> Any:
-        def exchange(own: Any) -> list[Any]:
-            values[rank] = own
-            barrier.wait(30)
-            told = [values[one] for one in range(world_size)]
-            barrier.wait(30)
-            return told
-
-        collective = SharedMemoryCollective.open(rank, exchange=exchange, timeout_s=30.0, base=str(folder))
-        try:
-            return run(rank, collective)
-        finally:
-            collective.close()
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(rank_main, range(world_size)))
-
-
-def in_pieces(world_size: int, folder: Path) -> list[tuple[list[Tensor | None], Settled]]:
+def in_pieces(world_size: int, on_ranks: OnRanks) -> list[tuple[list[Tensor | None], Settled]]:
     own = models(world_size)
     all_there = threading.Barrier(world_size)
 
@@ -132,7 +108,7 @@ def in_pieces(world_size: int, folder: Path) -> list[tuple[list[Tensor | None], 
         all_there.wait(30)
         return found
 
-    by_rank = on_ranks(world_size, folder, run)
+    by_rank = on_ranks(world_size, run)
     return [by_rank[rank][step] for step in range(NUM_STEPS) for rank in range(world_size)]
 
 
@@ -147,7 +123,7 @@ def same(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("sums", ["shared", "private"])
 def test_every_kind_of_gradient_has_the_bits_of_wires(
-    world_size: int, sums: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world_size: int, sums: str, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sums == "private":
         monkeypatch.setattr(
@@ -157,13 +133,13 @@ def test_every_kind_of_gradient_has_the_bits_of_wires(
                 collective, rank=rank, world_size=world_size, pin_memory=False
             ),
         )
-    expected, found = in_one_process(world_size), in_pieces(world_size, tmp_path)
+    expected, found = in_one_process(world_size), in_pieces(world_size, on_ranks)
     for (wired, told), (pieced, heard) in zip(expected, found, strict=True):
         assert same(wired, pieced)
         assert heard == told
 
 
-def average_alone(model: nn.Module, folder: Path, *, samples: int = 2) -> Settled:
+def average_alone(model: nn.Module, on_ranks: OnRanks, *, samples: int = 2) -> Settled:
     """A world of one rank: the mean of a gradient is the gradient."""
 
     def run(rank: int, collective: SharedMemoryCollective) -> Settled:
@@ -172,45 +148,45 @@ def average_alone(model: nn.Module, folder: Path, *, samples: int = 2) -> Settle
         average.average(samples, [])
         return average.facts()
 
-    (settled,) = on_ranks(1, folder, run)
+    (settled,) = on_ranks(1, run)
     return settled
 
 
-def test_the_mean_is_written_over_the_gradient(tmp_path: Path) -> None:
+def test_the_mean_is_written_over_the_gradient(on_ranks: OnRanks) -> None:
     model = nn.Linear(30, 30)
     model(torch.ones(2, 30)).sum().backward()
     assert model.weight.grad is not None
     memory = model.weight.grad.data_ptr()
-    average_alone(model, tmp_path)
+    average_alone(model, on_ranks)
     assert model.weight.grad.data_ptr() == memory
 
 
-def test_a_gradient_that_is_part_of_a_graph_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_gradient_that_is_part_of_a_graph_is_left_as_it_is(on_ranks: OnRanks) -> None:
     model = nn.Linear(30, 30)
     (model(torch.ones(2, 30)) ** 2).sum().backward(create_graph=True)
     kept = model.weight.grad
     assert kept is not None
     version = kept._version
-    average_alone(model, tmp_path)
+    average_alone(model, on_ranks)
     assert kept._version == version
     assert model.weight.grad is not kept
     assert torch.equal(model.weight.grad, kept.detach())
 
 
-def test_a_conjugated_gradient_is_resolved(tmp_path: Path) -> None:
+def test_a_conjugated_gradient_is_resolved(on_ranks: OnRanks) -> None:
     model = nn.Linear(30, 30, bias=False, dtype=torch.complex64)
     (torch.ones(2, 30, dtype=torch.complex64) @ model.weight.conj()).abs().sum().backward()
     assert model.weight.grad is not None
     model.weight.grad = model.weight.grad.resolve_conj().conj()
     expected = model.weight.grad.resolve_conj().clone()
-    average_alone(model, tmp_path)
+    average_alone(model, on_ranks)
     assert torch.equal(model.weight.grad, expected)
     assert not model.weight.grad.is_conj()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [0, -1])
-def test_the_rank_with_a_gradient_that_is_not_finite_is_named(bad: float, at: int, tmp_path: Path) -> None:
+def test_the_rank_with_a_gradient_that_is_not_finite_is_named(bad: float, at: int, on_ranks: OnRanks) -> None:
     own = [nn.Linear(40, 50), nn.Linear(40, 50)]
 
     def run(rank: int, collective: SharedMemoryCollective) -> Settled:
@@ -226,7 +202,7 @@ def test_the_rank_with_a_gradient_that_is_not_finite_is_named(bad: float, at: in
             assert step or average.facts().not_finite == ()
         return average.facts()
 
-    assert [settled.not_finite for settled in on_ranks(2, tmp_path, run)] == [(1,), (1,)]
+    assert [settled.not_finite for settled in on_ranks(2, run)] == [(1,), (1,)]
 
 
 def test_no_copy_of_all_gradients_is_kept() -> None:

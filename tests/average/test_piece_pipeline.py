@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +20,7 @@ from outrider.average.transport.collective import meet_pieces
 from outrider.average.transport.piece_sums import PrivateSums, SharedSums, piece_sums
 from outrider.average.transport.shared_memory_sums import PLACE_BYTES, SharedMemoryCollective
 
+OnRanks = Callable[[int, Callable[[int, SharedMemoryCollective], Any]], list[Any]]
 NUM_AVERAGES = 3
 PIECE_NUMEL = 1_500
 
@@ -82,23 +81,13 @@ def in_one_process(world_size: int, wire: str = "fp32") -> list[list[Tensor]]:
 
 
 def over_shared_memory(
-    world_size: int, *, lanes: Callable[[HostAverager], object], wire: str = "fp32"
+    world_size: int, on_ranks: OnRanks, *, lanes: Callable[[HostAverager], object], wire: str = "fp32"
 ) -> list[list[Tensor]]:
-    values: dict[int, Any] = {}
-    barrier = threading.Barrier(world_size)
     exchanges = [make_exchange(rank, world_size, wire) for rank in range(world_size)]
 
-    def rank_thread(rank: int) -> list[Tensor]:
-        def exchange_values(value: Any) -> list[Any]:
-            values[rank] = value
-            barrier.wait(20)
-            told = [values[other] for other in range(world_size)]
-            barrier.wait(20)
-            return told
-
-        collective = SharedMemoryCollective.open(rank, exchange=exchange_values, timeout_s=20)
+    def run(rank: int, collective: SharedMemoryCollective) -> list[Tensor]:
         exchange = exchanges[rank]
-        with contextlib.closing(collective), HostAverager(exchange, collective) as averager:
+        with HostAverager(exchange, collective) as averager:
             lanes(averager)
             for number in range(NUM_AVERAGES):
                 move(exchange, number)
@@ -111,8 +100,7 @@ def over_shared_memory(
             assert isinstance(averager._sums, SharedSums)
         return flats(exchange)
 
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(rank_thread, range(world_size)))
+    return on_ranks(world_size, run)
 
 
 def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
@@ -122,9 +110,9 @@ def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> Non
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_pieces_over_shared_memory_give_the_bits_of_one_process(world_size: int, wire: str) -> None:
+def test_pieces_over_shared_memory_give_the_bits_of_one_process(world_size: int, wire: str, on_ranks: OnRanks) -> None:
     assert len(make_exchange(0, world_size).pieces) > 6
-    found = over_shared_memory(world_size, lanes=lambda averager: None, wire=wire)
+    found = over_shared_memory(world_size, on_ranks, lanes=lambda averager: None, wire=wire)
     assert_equal(found, in_one_process(world_size, wire))
 
 
@@ -132,7 +120,7 @@ def test_pieces_over_shared_memory_give_the_bits_of_one_process(world_size: int,
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("pieces_at_once", [1, 3])
 def test_ranks_with_and_without_a_gpu_give_the_same_bits(
-    wire: str, pieces_at_once: int, monkeypatch: pytest.MonkeyPatch
+    wire: str, pieces_at_once: int, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numel = pieces_at_once * PIECE_NUMEL
     monkeypatch.setattr(Exchange, "_chunk_numel", lambda exchange, whole: numel)
@@ -143,7 +131,7 @@ def test_ranks_with_and_without_a_gpu_give_the_same_bits(
         if averager.exchange.rank == 0:
             averager._lane = CudaLane(torch.device("cpu"))
 
-    assert_equal(over_shared_memory(2, lanes=lanes, wire=wire), in_one_process(2, wire))
+    assert_equal(over_shared_memory(2, on_ranks, lanes=lanes, wire=wire), in_one_process(2, wire))
 
 
 def test_a_piece_that_is_too_large_for_shared_memory_is_summed_elsewhere() -> None:
