@@ -68,6 +68,27 @@ class Growing(Curriculum):
         return iter(range(8 + self.epoch))
 
 
+class Buckets(Sampler[list[int]]):
+    """Batches of 1, 2, 3, 4 and 5 samples, the smallest first in even epochs and last in odd ones."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [list(range(first, first + size)) for first, size in zip((0, 1, 3, 6, 10), range(1, 6), strict=True)]
+        return iter(batches[::-1] if self.epoch % 2 else batches)
+
+
+class FewerBuckets(Buckets):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(list(super().__iter__())[self.epoch :])
+
+
+BUCKETS = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13, 14]]
+
+
 def make_model() -> nn.Module:
     return nn.Linear(1, 1)
 
@@ -206,6 +227,19 @@ def test_a_stream_comes_once_per_epoch(train: Trainer, seen: Seen, data: Any, op
     assert flat(seen[6:]) == list(range(100, 124))
 
 
+def test_batches_of_a_batch_sampler_are_taken_whole_and_a_step_counts_each(train: Trainer, seen: Seen) -> None:
+    trained = train(DataLoader(NUMBERS, batch_sampler=Buckets())).join()
+    assert seen == [*BUCKETS, *BUCKETS[::-1]]
+    assert [epoch.samples for epoch in trained.epochs] == [5, 5]
+
+
+def test_a_run_with_a_batch_sampler_goes_on_in_the_middle(train: Trainer, seen: Seen) -> None:
+    loader = DataLoader(NUMBERS, batch_sampler=Buckets())
+    train(loader, steps=7, checkpoint_every=0.2).join()
+    train(loader, steps=10, resume="auto").join()
+    assert seen == [*BUCKETS, *BUCKETS[::-1]]
+
+
 def test_a_stream_goes_on_in_the_middle(train: Trainer, seen: Seen) -> None:
     train(Counted(), length=24, steps=8, checkpoint_every=0.25).join()
     assert flat(seen) == [*range(24), *range(100, 108)]
@@ -240,13 +274,14 @@ def test_the_lab_trains_on_the_same_samples(train: Trainer, step: Any, seen: See
     assert all(torch.equal(one, trained.state_dict[name]) for name, one in ran.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["sampler", "loader", "stream"])
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "loader", "stream"])
 def test_a_recorded_run_is_done_again_on_the_same_samples(
     train: Trainer, step: Any, seen: Seen, tmp_path: Path, kind: str
 ) -> None:
     sampler = SubsetRandomSampler(range(12), generator=torch.Generator().manual_seed(4))
     data: dict[str, tuple[Any, dict[str, Any]]] = {
         "sampler": (NUMBERS, {"order": sampler, "batch_size": 4}),
+        "batch sampler": (DataLoader(NUMBERS, batch_sampler=Buckets()), {}),
         "loader": (DataLoader(NUMBERS, 4, sampler=sampler, collate_fn=lambda samples: 2 * samples[0][0][None]), {}),
         "stream": (Counted(), {"length": 24, "batch_size": 4}),
     }
@@ -265,9 +300,30 @@ def test_a_recorded_run_is_done_again_on_the_same_samples(
     [
         (
             DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]),
+            {"batch_size": 4},
+            "batch_size was given, but list decides that already",
+            "leave batch_size out",
+        ),
+        (
+            DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]),
+            {"shuffle": True},
+            "shuffle was given, but list decides that already",
+            "leave shuffle out",
+        ),
+        *(
+            (
+                DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]),
+                {name: 2},
+                f"{name} was given, but list makes batches that are taken whole",
+                f"leave {name} out, and let list make batches that fit",
+            )
+            for name in ("accumulate", "micro_batch")
+        ),
+        (
+            DataLoader(NUMBERS, batch_sampler=FewerBuckets()),
             {},
-            "a DataLoader with list makes batches of its own, and train() makes them of single samples",
-            "use a Session, which hands out whole batches: for batch in s.batches(loader)",
+            "FewerBuckets lists 5 batches in epoch 0 and 4 in epoch 1, and all epochs of train() have one length",
+            "use a Session, where epochs may differ: for batch in s.batches(dataset, order=...)",
         ),
         (
             NUMBERS,

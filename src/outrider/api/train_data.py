@@ -14,6 +14,7 @@ from outrider.api.loaders import loader_settings
 from outrider.data.feed import is_factory
 from outrider.data.loading import LoadedData
 from outrider.data.order import shuffled
+from outrider.data.sample_sequence import SampleSequence
 from outrider.data.stream_feed import is_stream, refuse_for_stream, stream_length
 from outrider.errors import ConfigError
 
@@ -45,15 +46,9 @@ def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
 def _of_loader(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
     found = loader_settings(loader)
     sequence, seed = found.pop("sequence", None), found.pop("order_seed")
-    if sequence is not None and sequence.has_batches:
-        raise ConfigError(
-            f"a DataLoader with {sequence.name} makes batches of its own, and train() makes them of single samples",
-            hint="use a Session, which hands out whole batches: for batch in s.batches(loader)",
-        )
-    if sequence is not None and given.get("order") is not None:
-        raise ConfigError(f"order was given, but {sequence.name} decides that already", hint="leave order out")
     if sequence is not None:
-        found["order"] = sequence.source
+        _refuse_to_override(sequence, given)
+        found["order"] = sequence if sequence.has_batches else sequence.source
     elif seed is not None and found["shuffle"] and given.get("shuffle") is None and given.get("order") is None:
         found["order"] = SeededOrder(len(loader.dataset), seed=seed)  # type: ignore[arg-type]
     if "order" in found or is_stream(loader.dataset):
@@ -61,6 +56,21 @@ def _of_loader(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]
     if given.get("order") is not None:
         found.pop("shuffle", None)
     return found | given
+
+
+def _refuse_to_override(sequence: SampleSequence, given: Mapping[str, Any]) -> None:
+    decided = ("order", "batch_size", "drop_last") if sequence.has_batches else ("order",)
+    for name in decided:
+        if given.get(name) not in (None, False):
+            raise ConfigError(f"{name} was given, but {sequence.name} decides that already", hint=f"leave {name} out")
+    if not sequence.has_batches:
+        return
+    if given.get("accumulate", 1) != 1 or given.get("micro_batch", "auto") != "auto":
+        name = "accumulate" if given.get("accumulate", 1) != 1 else "micro_batch"
+        raise ConfigError(
+            f"{name} was given, but {sequence.name} makes batches that are taken whole",
+            hint=f"leave {name} out, and let {sequence.name} make batches that fit",
+        )
 
 
 def _of_stream(dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,9 +84,8 @@ def _of_stream(dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_order(given: Mapping[str, Any]) -> dict[str, Any]:
-    order = given["order"]
     if given.get("shuffle"):
-        name = getattr(order, "__name__", None) or type(order).__name__
+        name = SampleSequence.of(given["order"]).name
         raise ConfigError(f"shuffle was given, but {name} decides that already", hint="leave shuffle out")
     return {"shuffle": False}
 

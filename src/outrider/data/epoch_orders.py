@@ -32,7 +32,7 @@ class EpochOrders:
     ) -> None:
         """`agree` returns the sequence of all ranks, where they may draw different ones; all ranks then call this."""
         self._plain = self.feed = feed
-        self._sequence = None if order is None else SampleSequence(source=order)
+        self._sequence = None if order is None else SampleSequence.of(order)
         self._shuffle = shuffle
         self._seed = seed
         self._agree = agree
@@ -42,10 +42,24 @@ class EpochOrders:
         """Of every epoch."""
 
     @property
+    def sequence(self) -> SampleSequence | None:
+        """The user's own order."""
+        return self._sequence
+
+    @property
     def name(self) -> str:
         """Of the user's own order."""
         assert self._sequence is not None
         return self._sequence.name
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether positions are whole batches of a batch sampler."""
+        return self._sequence is not None and self._sequence.has_batches
+
+    def trial_feed(self) -> Feed:
+        """The feed whose first positions are tried before training; all ranks call this."""
+        return SequenceFeed(self._plain, self._draw(0)) if self.has_batches else self._plain
 
     def refuse_other_lengths(self, num_epochs: int) -> None:
         """Look at the second epoch and the last one, before hours of training; every epoch is checked as it begins."""
@@ -67,8 +81,8 @@ class EpochOrders:
         if drawn.num_positions != self.num_positions:
             count = drawn.num_positions
             raise ConfigError(
-                f"{self.name} lists {self.num_positions} samples in epoch 0 and {count} in epoch {epoch}, and all "
-                "epochs of train() have one length",
+                f"{self.name} lists {self.num_positions} {'batches' if self.has_batches else 'samples'} in epoch 0 and "
+                f"{count} in epoch {epoch}, and all epochs of train() have one length",
                 hint="use a Session, where epochs may differ: for batch in s.batches(dataset, order=...)",
             )
         return drawn

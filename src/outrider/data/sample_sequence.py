@@ -72,6 +72,11 @@ class SampleSequence:
     has_batches: bool = False
     """Whether it lists batches, which are handed out whole."""
 
+    @classmethod
+    def of(cls, order: Any) -> SampleSequence:
+        """An order as a user passes it, or as it was read from a DataLoader."""
+        return order if isinstance(order, SampleSequence) else cls(source=order)
+
     @property
     def name(self) -> str:
         return getattr(self.source, "__name__", None) or type(self.source).__name__

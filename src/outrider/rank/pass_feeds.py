@@ -35,7 +35,7 @@ class PassFeeds:
         self.digest = None
         if source.sequence is None:
             return feed
-        self._refuse_to_divide(source.sequence)
+        refuse_to_divide(source.sequence, self._policy, world_size=self._world.size)
         drawn = source.sequence.draw(num_samples=feed.num_samples, seed=self._seed, epoch=epoch)
         drawn = agree_on_sequence(self._world, drawn)
         self.digest = drawn.digest
@@ -52,13 +52,15 @@ class PassFeeds:
             return len(sequence.source)
         return sequence.draw(num_samples=feed.num_samples, seed=self._seed, epoch=epoch).num_positions
 
-    def _refuse_to_divide(self, sequence: SampleSequence) -> None:
-        if sequence.has_batches and self._policy.batch_is_global and self._world.size > 1:
-            raise ConfigError(
-                f"{sequence.name} makes batches that are handed out whole, and policy {self._policy.name!r} divides "
-                "each batch among the ranks",
-                hint=f"choose another policy: {', '.join(WHOLE_BATCH_POLICIES)}",
-            )
+
+def refuse_to_divide(sequence: SampleSequence | None, policy: PolicySpec, *, world_size: int) -> None:
+    """Raise where batches of a batch sampler would have to be divided."""
+    if sequence is not None and sequence.has_batches and policy.batch_is_global and world_size > 1:
+        raise ConfigError(
+            f"{sequence.name} makes batches that are handed out whole, and policy {policy.name!r} divides each batch "
+            "among the ranks",
+            hint=f"choose another policy: {', '.join(WHOLE_BATCH_POLICIES)}",
+        )
 
 
 def refuse_other_sequence(name: str) -> NoReturn:

@@ -26,7 +26,7 @@ from outrider.rank.device_clock import DeviceClocks
 from outrider.rank.epoch_accounting import open_leases
 from outrider.rank.epoch_context import EpochContext
 from outrider.rank.epoch_end import EpochEnd
-from outrider.rank.pass_feeds import agree_on_sequence, refuse_other_sequence
+from outrider.rank.pass_feeds import agree_on_sequence, refuse_other_sequence, refuse_to_divide
 from outrider.rank.rank_life import RankLife, RunSetting, check_num_samples
 from outrider.rank.shared_evaluation import Evaluation
 from outrider.rank.step_choice import agree_on_format, check_products, decide_execution, fit_micro_batch
@@ -106,7 +106,9 @@ class TrainRun:
         life.num_samples = orders.num_positions
         self._recorder.event("data open")
         check_num_samples(orders.num_positions, world_size=world.size)
-        agree_on_format(replica, feed, world=world, devices=life.devices, recorder=self._recorder)
+        refuse_to_divide(orders.sequence, recipe.policy_spec, world_size=world.size)
+        tried = orders.trial_feed()
+        agree_on_format(replica, tried, world=world, devices=life.devices, recorder=self._recorder)
         life.adopt(
             replica,
             clocks=DeviceClocks(world.device) if world.device.type == "cuda" else None,
@@ -129,10 +131,11 @@ class TrainRun:
         if resumed is not None:
             self._epoch, self._remaining = resumed.progress.epoch, resumed.progress.rest(self._extent.epoch_samples)
             self._sequence_before = resumed.state.get("sequence") if self._remaining.position else None
-        fit_micro_batch(replica, feed, later_bytes=life.memory_later, recorder=self._recorder)
-        check_products(replica, feed, world=world)
+        if not orders.has_batches:
+            fit_micro_batch(replica, tried, later_bytes=life.memory_later, recorder=self._recorder)
+        check_products(replica, tried, world=world)
         averages = life.driver.averages
-        decide_execution(replica, feed, recorder=self._recorder, can_overlap=lambda: averages.can_overlap)
+        decide_execution(replica, tried, recorder=self._recorder, can_overlap=lambda: averages.can_overlap)
         self._recorder.event("ready", device=str(world.spec), gpu=gpu_uuid(world.device), feed=feed.reason)
         self._record_compensation()
         life.begin_record()

@@ -16,6 +16,7 @@ from outrider.average.outer import Outer
 from outrider.average.wire_codec import WIRES
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.order import num_kept
+from outrider.data.sample_sequence import SampleSequence
 from outrider.errors import ConfigError, nearest
 from outrider.policy.extent import Extent
 from outrider.policy.policies import DEFAULT_POLICY, OUTER_STEP_POLICIES, PolicySpec, policy_spec
@@ -211,7 +212,8 @@ class Recipe(LoopRecipe):
     def _check_positions(self) -> None:
         if self.length is not None:
             check_at_least("length", self.length, 1)
-        if self.order is not None and not callable(self.order) and not hasattr(self.order, "__iter__"):
+        is_order = isinstance(self.order, SampleSequence) or callable(self.order) or hasattr(self.order, "__iter__")
+        if self.order is not None and not is_order:
             raise ConfigError(
                 f"order must be a function of the epoch or a sampler, got {type(self.order).__name__}",
                 hint="pass order=lambda epoch: indices",
