@@ -94,6 +94,11 @@ class RunTalk:
         if self.bar is not None:
             self.bar.clear()
 
+    def warn(self, text: str) -> None:
+        """Print what a user should know, also where the run is quiet."""
+        self.pause()
+        print(f"outrider: {text}", file=sys.stderr, flush=True)
+
     def end(self, folder: Path) -> None:
         """Print the line at the end of a run that was not interrupted."""
         if self.bar is not None:

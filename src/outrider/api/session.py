@@ -211,6 +211,7 @@ class Session:
             self._talk = RunTalk.open(order.config.quiet, is_main=world.rank == 0)
             self._talk.introduce(run.devices, policy=order.recipe.policy_spec, folder=folder.path)
             run.tell_choices(self._talk.chose)
+            run.tell_warnings(self._talk.warn)
         except BaseException as error:
             world.__exit__(type(error), error, error.__traceback__)
             raise

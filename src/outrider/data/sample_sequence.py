@@ -143,9 +143,12 @@ def as_indices(listed: Any, *, name: str) -> Tensor:
 
 def _not_indices(listed: Any, name: str) -> DataError:
     first = next(iter(listed), None) if isinstance(listed, Sequence) else listed
+    lists_batches = isinstance(first, Sequence) and not isinstance(first, str)
     return DataError(
         f"{name} must list indices of samples, got {type(first).__name__}",
-        hint="list whole numbers from 0 to len(dataset) - 1",
+        hint="pass what lists batches in a loader: DataLoader(dataset, batch_sampler=...)"
+        if lists_batches
+        else "list whole numbers from 0 to len(dataset) - 1",
     )
 
 

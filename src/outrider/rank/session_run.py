@@ -106,6 +106,7 @@ class SessionRun:
         self._sequence_before: str | None = None
         """Names the user's own sequence of samples in the pass of the checkpoint."""
         self._trained_s = 0.0
+        self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
         self.metrics: EpochMetrics | None = None
         """Those of the newest epoch in which a pass has ended, the same on all ranks apart from its evaluation."""
@@ -113,6 +114,14 @@ class SessionRun:
     def tell_choices(self, tell: Callable[[str, str], None]) -> None:
         """Call `tell` on rank 0 with what the policy `auto` chooses, and why."""
         self._life.on_choice = lambda decision: tell(decision.value, decision.reason)
+
+    def tell_warnings(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` on rank 0 with what the user should know of the loop."""
+        self._on_warning = tell
+
+    def _warn(self, text: str) -> None:
+        if self.world.rank == 0:
+            self._on_warning(text)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -151,7 +160,7 @@ class SessionRun:
             samples_seen=lambda: self.samples_seen,
             steps_at=lambda samples: replica.counts.steps.at(samples),
         )
-        self.loop = UserLoop(life.driver, replica)
+        self.loop = UserLoop(life.driver, replica, num_ranks=world.size, warn=self._warn)
         resumed = life.resume(replica.identity())
         if resumed is not None:
             self._go_back(replica, resumed)

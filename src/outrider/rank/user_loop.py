@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -33,8 +33,17 @@ _MOST_FRAMES = 12
 class UserLoop:
     """One rank's part of the user's loop; `next_batch` until it gives None, or `leave` at any time."""
 
-    def __init__(self, driver: Driver, replica: LoopReplica) -> None:
+    def __init__(
+        self, driver: Driver, replica: LoopReplica, *, num_ranks: int, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`warn` gets what a user should know of the loop."""
         self._driver = driver
+        self._num_ranks = num_ranks
+        self._warn = warn
+        self._has_told_apart = self._has_told_idle = False
+        """Whether it was told that something is not averaged, and that nothing is trained."""
+        self._num_batches = self._num_steps = 0
+        """Of this pass: batches that were handed out, and those after which an optimizer had stepped."""
         self._meter = driver.meter
         self._replica = replica
         self.is_leaving = False
@@ -79,6 +88,7 @@ class UserLoop:
         self._done, self._least = [], min(2, segment.batch_size)
         self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
         self._replica.losses.open_pass()
+        self._num_batches = self._num_steps = 0
         self._steps = self._driver.steps(segment)
 
     def next_batch(self) -> Any | None:
@@ -134,7 +144,13 @@ class UserLoop:
             return self._steps.send(report)
         except StopIteration:
             self._steps = None
+            self._tell_idle_pass()
             return None
+
+    def _tell_idle_pass(self) -> None:
+        if self._num_batches and not self._num_steps and not self.is_leaving and not self._has_told_idle:
+            self._has_told_idle = True
+            self._warn(f"no optimizer stepped in a pass of {self._num_batches} batches: call s.step(loss) for each")
 
     def _hand_out(self, effect: Step | SharedStep) -> Any:
         self._take_up(effect, samples=effect.batch.count)
@@ -151,6 +167,7 @@ class UserLoop:
         self._replica.at = self._driver.seen + effect.at
         self._shared, self._num_shared, self._did, self._settled = None, 0, [], []
         self._has_stepped = False
+        self._replica.other_optimizers.forget()
         self._gradients.forget()
         self._started_s, self._paused_s = time.perf_counter(), 0.0
         self._meter.start_compute()
@@ -163,6 +180,9 @@ class UserLoop:
         """The user asked for the next batch: this one is done."""
         effect = self._effect
         assert effect is not None
+        self._look_at_other_optimizers()
+        self._num_batches += 1
+        self._num_steps += self._has_stepped
         self._habit = self._did
         self._count_done(effect.batch)
         if isinstance(effect, Step):
@@ -175,6 +195,24 @@ class UserLoop:
             # exact where the shares of the next batch are others.
             self._share_accumulated()
         return self._conclude_shared()
+
+    def _look_at_other_optimizers(self) -> None:
+        """Refuse, or tell once, what would never be averaged."""
+        others = self._replica.other_optimizers
+        if others.in_prepared is not None and not self._has_stepped:
+            kind = type(others.in_prepared).__name__
+            raise ConfigError(
+                f"{kind}.step() changed a prepared model, but this {kind} was not given to prepare(): every rank would "
+                "step by its own gradients",
+                hint="prepare the optimizer that steps: model, optimizer = s.prepare(model, optimizer)",
+            )
+        if others.apart is not None and not self._has_told_apart and self._num_ranks > 1:
+            self._has_told_apart = True
+            kind, count = type(others.apart).__name__, sum(len(group["params"]) for group in others.apart.param_groups)
+            self._warn(
+                f"{kind} trains {count} parameters that were not given to prepare(): each rank has its own, and they "
+                "are not averaged"
+            )
 
     def _abandon(self) -> AverageReport | None:
         """The user left in the middle of a batch."""

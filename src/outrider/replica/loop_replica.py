@@ -25,6 +25,7 @@ from outrider.replica.logged_scalars import LoggedScalars
 from outrider.replica.loop_losses import LoopLosses
 from outrider.replica.loop_scaler import LoopScaler, unscaled_loss
 from outrider.replica.loss_sums import LossSums, refuse_bad
+from outrider.replica.other_optimizers import OtherOptimizers
 from outrider.replica.portable_state import load_optimizer
 from outrider.replica.recipe import LoopRecipe
 from outrider.replica.schedule_ticks import ScheduleTicks, TickPer
@@ -88,6 +89,7 @@ class LoopReplica:
         self._hooks = [optimizer.register_step_pre_hook(self._step_begins) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._step_ended) for optimizer in self.optimizers]
         self._hooks += watch_wrapping(self.models)
+        self.other_optimizers = OtherOptimizers(self.optimizers, lambda: list(self.model.parameters()))
         for scheduler in self.schedulers:
             _take_over(scheduler)
         self.scaler = None if scaler is None else LoopScaler(scaler, device=device)
@@ -212,6 +214,7 @@ class LoopReplica:
         self.arena.dissolve()
         for hook in self._hooks:
             hook.remove()
+        self.other_optimizers.release()
         for scheduler in self.schedulers:
             _hand_back(scheduler)
         if self.scaler is not None:
@@ -254,6 +257,7 @@ class LoopReplica:
                 f"{type(optimizer).__name__}.step() was given a closure, whose gradients nobody would average",
                 hint="call s.backward(loss), then optimizer.step()",
             )
+        self.other_optimizers.is_nested = True
         self.before_step(optimizer)
         self.saw_step(optimizer)
         self.follow_schedule(self.at)
@@ -263,6 +267,7 @@ class LoopReplica:
             group["lr"] = rate * self.rate_factor
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.other_optimizers.is_nested = False
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self.steps += optimizer is self.optimizers[0]

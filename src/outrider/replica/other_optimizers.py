@@ -1,0 +1,45 @@
+"""Notices steps of optimizers that were not given to `prepare()`, which nobody averages.
+
+Decides whether such an optimizer trains parameters of the prepared models, or others. Does not decide what happens
+then. Called by the replica of a user's loop; the loop looks after every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class OtherOptimizers:
+    """The optimizers that stepped since `forget()`; of those with parameters of their own all that ever did."""
+
+    def __init__(self, prepared: Sequence[Optimizer], parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._prepared = {id(optimizer) for optimizer in prepared}
+        self._parameters = parameters
+        self.is_nested = False
+        """Whether a prepared optimizer is stepping, which may be made of others."""
+        self.in_prepared: Optimizer | None = None
+        """One that trains parameters of a prepared model."""
+        self.apart: Optimizer | None = None
+        """One that trains no such parameter."""
+        self._hook = register_optimizer_step_pre_hook(self._step_begins)
+
+    def forget(self) -> None:
+        """A new batch begins."""
+        self.in_prepared = None
+
+    def release(self) -> None:
+        self._hook.remove()
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._prepared or self.is_nested or optimizer is self.apart:
+            return
+        known = {id(parameter) for parameter in self._parameters()}
+        if any(id(one) in known for group in optimizer.param_groups for one in group["params"]):
+            self.in_prepared = optimizer
+        else:
+            self.apart = optimizer
