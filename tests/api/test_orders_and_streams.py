@@ -342,6 +342,12 @@ def test_a_recorded_run_is_done_again_on_the_same_samples(
         ),
         (NUMBERS, {"length": 8}, "length was given, but TensorDataset is not an iterable data set", "leave length out"),
         (lambda: NUMBERS, {"length": 8}, "length was given, but TensorDataset is not an iterable data set", None),
+        (
+            lambda: (number for number in torch.ones(20, 1)),
+            {"length": 20},
+            "generator can be read only once, and every epoch reads it anew",
+            "pass an object whose __iter__ starts from the beginning, such as an IterableDataset",
+        ),
         (Counted(), {"length": 0}, "length must be a whole number >= 1, got 0", None),
         (Counted(), {"length": 30}, "Counted ended after 24 samples, 30 were expected", "pass length=24"),
         (

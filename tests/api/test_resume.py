@@ -159,6 +159,29 @@ def test_a_checkpoint_holds_model_ranks_and_state(train_here: Trainer) -> None:
 # What cannot be resumed
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again(train_here: Trainer, tmp_path: Path) -> None:
+    before = train_here(epochs=2).join()
+    with pytest.raises(outrider.ConfigError) as caught:
+        train_here(epochs=3, resume="auto").join()
+    assert str(caught.value) == (
+        f"the run in {tmp_path}/run is finished and has no checkpoint to go on from: it would begin again, and replace "
+        "its model\nhint: pass another run_dir, or remove this one; with checkpoint_every=1 a finished run can go on"
+    )
+    assert (before.run_dir / "model.safetensors").exists()
+
+
+def test_a_finished_run_with_a_checkpoint_goes_on(train_here: Trainer) -> None:
+    train_here(epochs=2, checkpoint_every=1).join()
+    assert [epoch.epoch for epoch in train_here(epochs=3, resume="auto").join().epochs] == [2]
+
+
+@pytest.mark.parametrize("value", [True, 3])
+def test_only_a_path_can_be_resumed(train_here: Trainer, value: Any) -> None:
+    with pytest.raises(outrider.ConfigError) as caught:
+        train_here(resume=value)
+    assert str(caught.value) == f'resume must be "auto" or a path, got {value!r}\nhint: pass resume="runs/mine"'
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -106,7 +106,7 @@ class OtherHost:
 
     rank, size, hosts = 0, 2, ("here", "there")
 
-    def exchange_json(self, value: object, *, name: str) -> list[object]:
+    def exchange_json(self, value: object, *, name: str, what: str) -> list[object]:
         return [value, None]
 
 

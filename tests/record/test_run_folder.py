@@ -53,6 +53,20 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_told_by_torchs_format_too(tmp_path: Path) -> None:
+    (tmp_path / f".model.pt.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(DataError) as caught:
+        save_model(tmp_path / "model.pt", {"weight": torch.ones(100_000)})
+    assert str(caught.value) == f"cannot write {tmp_path}/model.pt: no space left on device\nhint: {FULL}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_the_folder_of_a_model_is_made(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path / "a" / "b" / name, {"weight": torch.ones(2)})
+    assert (tmp_path / "a" / "b" / name).is_file()
+
+
 def test_a_folder_of_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
     assert [new_folder(tmp_path / "runs", "a").name for _ in range(3)] == ["a", "a-2", "a-3"]
 

@@ -97,6 +97,14 @@ def test_a_run_goes_on_in_its_own_folder_and_its_clocks_with_it(train: Train, tm
     ]
 
 
+def test_a_finished_loop_that_is_started_again_has_its_metrics(train: Train, tmp_path: Path) -> None:
+    before = train(2, checkpoint_every=1).metrics
+    after = train(2, checkpoint_every=1, resume=tmp_path / "run").metrics
+    assert before is not None
+    assert after is not None
+    assert (after.epoch, after.loss) == (1, before.loss)
+
+
 def test_a_run_that_was_cut_off_at_its_very_end_comes_to_it(train: Train, tmp_path: Path) -> None:
     train(2, checkpoint_every=2)
     record = record_of(tmp_path / "run")

@@ -74,6 +74,19 @@ def test_a_pass_without_a_step_is_told_once(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == told
 
 
+def test_a_parameter_added_later_must_be_of_a_prepared_model(tmp_path: Path) -> None:
+    model, stranger = nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=True) as s:
+        s.prepare(model, optimizer)
+        optimizer.add_param_group({"params": [stranger]})
+        for batch in s.batches(DATA, batch_size=4):
+            loss = model(batch).square().mean() + stranger.sum()
+            with pytest.raises(outrider.ConfigError, match="SGD trains 1 parameters of no model given to prepare"):
+                s.step(loss)
+            break
+
+
 def test_hooks_end_with_the_session(tmp_path: Path) -> None:
     model = train(tmp_path, "base", "base")
     torch.optim.SGD(model.parameters(), 0.1).step()

@@ -83,6 +83,9 @@ class Run(abc.ABC):
         self._num_polled = 0
         self._model_file: Path | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} in {str(self.run_dir)!r}: {len(self.epochs)} epochs so far>"
+
     @property
     def run_dir(self) -> Path:
         """The run folder; under torchrun that of rank 0, known once the ranks have joined."""

@@ -204,6 +204,9 @@ def _read(name: str, value: Any) -> Any:
     if name == "resume" and value == "auto":
         return value
     if name in ("run_dir", "resume") and value is not None:
+        if not isinstance(value, str | PathLike):
+            what = '"auto" or a path' if name == "resume" else "a path"
+            raise ConfigError(f"{name} must be {what}, got {value!r}", hint=f'pass {name}="runs/mine"')
         return Path(value).expanduser().absolute()
     if name == "outer" and not isinstance(value, Outer):
         check_choice("outer", value, OUTERS)

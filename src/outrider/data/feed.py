@@ -16,7 +16,7 @@ from outrider.data.augmented_feed import AugmentedFeed, AugmentFunction
 from outrider.data.loading import LoadedData, Loading
 from outrider.data.packed_batch import Feed
 from outrider.data.sample_reader import Collate, ItemFeed, to_device
-from outrider.data.stream_feed import StreamFeed, is_stream
+from outrider.data.stream_feed import StreamFeed, is_stream, refuse_iterators
 from outrider.data.tensor_table import TensorFeed, TensorTable, as_table, host_feed, resident_feed
 from outrider.data.worker_feed import WorkerFeed
 from outrider.errors import ConfigError, DataError
@@ -94,6 +94,7 @@ def _open_stream(dataset: Any) -> Any:
     opened = dataset() if is_factory(dataset) else dataset
     if not is_stream(opened):
         raise ConfigError(f"length was given, but {_name(opened)} is not an iterable data set", hint="leave length out")
+    refuse_iterators(opened)
     return opened
 
 

@@ -39,14 +39,19 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-def stream_length(stream: Any, length: int | None) -> int:
-    """The number of items of an epoch: given, or the stream's own."""
-    name = type(stream).__name__
+def refuse_iterators(stream: Any) -> None:
+    """Raise for a stream that ends with its first epoch."""
     if isinstance(stream, Iterator):
         raise DataError(
-            f"{name} can be read only once, and every epoch reads it anew",
+            f"{type(stream).__name__} can be read only once, and every epoch reads it anew",
             hint="pass an object whose __iter__ starts from the beginning, such as an IterableDataset",
         )
+
+
+def stream_length(stream: Any, length: int | None) -> int:
+    """The number of items of an epoch: given, or the stream's own."""
+    refuse_iterators(stream)
+    name = type(stream).__name__
     if length is not None:
         return length
     try:

@@ -35,7 +35,8 @@ class LoopPlace:
     def agree(self, state: PassState | None, epoch: int, *, is_counting: bool) -> PassState | None:
         """Where the next pass goes on: where rank 0 says; all ranks call this."""
         own, self.loaded = state or self.loaded, None
-        told = self._world.exchange_json(None if own is None else own.as_dict(), name="states of feeds")
+        what = f"a pass over the data in epoch {epoch}"
+        told = self._world.exchange_json(own and own.as_dict(), name="states of feeds", what=what)
         if told[0] is None:
             if own is not None:
                 raise ConfigError(

@@ -37,7 +37,7 @@ from outrider.rank.training_length import Goal, progress, samples_after
 from outrider.rank.user_loop import UserLoop
 from outrider.record import checkpoint
 from outrider.record import run_config as configs
-from outrider.record.epoch_metrics import EpochMetrics
+from outrider.record.epoch_metrics import EpochMetrics, from_json
 from outrider.record.resume import Resumed
 from outrider.record.run_config import RunConfig
 from outrider.record.run_folder import SCHEMA_VERSION, RunFolder
@@ -580,6 +580,8 @@ class SessionRun:
         self._passes_to_skip = progress.passes
         self._before = progress if progress.remaining is not None else None
         self._sequence_before = state.get("sequence")
+        if self.history:
+            self.metrics = from_json(self.history[-1])
 
     def _take_place(self, replica: LoopReplica, state: Mapping[str, Any]) -> None:
         self._consumed, self._samples_in_epoch = state["consumed"], state["samples_in_epoch"]

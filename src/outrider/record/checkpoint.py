@@ -189,6 +189,8 @@ def refuse_strangers(folder: RunFolder, *, resume: Path | str | None) -> None:
     """Refuse a folder with checkpoints of another run: a new run must not mix its checkpoints with them."""
     if isinstance(resume, Path) and resume.parent == folder.checkpoints:
         _refuse_later(folder, resume)
+    if resume == "auto":
+        _refuse_to_repeat(folder)
     is_same_run = resume == "auto" or (isinstance(resume, Path) and folder.path in (resume, *resume.parents))
     if is_same_run or not any(folder.checkpoints.glob("epoch*")):
         return
@@ -196,6 +198,17 @@ def refuse_strangers(folder: RunFolder, *, resume: Path | str | None) -> None:
         f"{folder.path} holds the checkpoints of another run",
         hint=f'pass resume="{folder.path}" to go on with it, or another run_dir',
     )
+
+
+def _refuse_to_repeat(folder: RunFolder) -> None:
+    """Refuse to train a finished run again, whose model would be replaced; it can go on only from a checkpoint."""
+    record = folder.read_json("record.json") or {}
+    if record.get("status") == "finished" and record.get("epochs") and not files.whole(folder.path):
+        raise ConfigError(
+            f"the run in {folder.path} is finished and has no checkpoint to go on from: it would begin again, and "
+            "replace its model",
+            hint="pass another run_dir, or remove this one; with checkpoint_every=1 a finished run can go on",
+        )
 
 
 def _refuse_later(folder: RunFolder, resume: Path) -> None:

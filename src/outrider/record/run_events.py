@@ -59,7 +59,9 @@ class RunEvents:
     def merge(self) -> None:
         """Merge the files of all ranks on rank 0, as far as it can read them. All ranks call this."""
         self.close()
-        problems = self._world.exchange_json(self.recorder.problem, name="states of the event files")
+        problems = self._world.exchange_json(
+            self.recorder.problem, name="states of the event files", what="the end of the run"
+        )
         if self._world.rank == 0:
             _or_warn("events", lambda: self._merge_events(problems))
             if self._has_schedule:

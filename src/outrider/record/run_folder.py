@@ -84,10 +84,17 @@ def save_model(path: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write the state dict of a model in the format of the file's ending: torch.save for .pt, else safetensors."""
     # Parameters are views of one flat arena and may be tied: the file gets plain copies.
     plain = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    make_folder(path.parent)
     if path.suffix in TORCH_ENDINGS:
-        write_whole(path, lambda temporary: torch.save(plain, temporary))
+        write_whole(path, lambda temporary: _save_by_torch(plain, temporary))
     else:
         write_whole(path, lambda temporary: save_file(plain, temporary, metadata={"format": "pt"}))
+
+
+def _save_by_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    # Through a file of Python's: torch's own writer does not say that a disk is full.
+    with path.open("wb") as file:
+        torch.save(state, file)
 
 
 def load_model(path: Path) -> dict[str, torch.Tensor]:

@@ -86,6 +86,7 @@ class LoopReplica:
         self.losses = LoopLosses(self.loss_sums)
         self.before_step: Callable[[torch.optim.Optimizer], None] = refuse_step
         self._rates: list[float] = []
+        self._num_groups = {optimizer: len(optimizer.param_groups) for optimizer in self.optimizers}
         self._hooks = [optimizer.register_step_pre_hook(self._step_begins) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._step_ended) for optimizer in self.optimizers]
         self._hooks += watch_wrapping(self.models)
@@ -257,6 +258,9 @@ class LoopReplica:
                 f"{type(optimizer).__name__}.step() was given a closure, whose gradients nobody would average",
                 hint="call s.backward(loss), then optimizer.step()",
             )
+        if len(optimizer.param_groups) != self._num_groups[optimizer]:
+            _check_owned(self.model, [optimizer])
+            self._num_groups[optimizer] = len(optimizer.param_groups)
         self.other_optimizers.is_nested = True
         self.before_step(optimizer)
         self.saw_step(optimizer)

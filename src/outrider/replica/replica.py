@@ -304,11 +304,11 @@ class Replica:
             step=self.steps,
         )
 
-    @torch.no_grad()
     def evaluate(self, data: Any) -> float:
         """The user's evaluation of one batch, in evaluation mode."""
         assert self.recipe.evaluate is not None
-        with evaluating([self.model]), self.autocast():
+        # Not as a decorator, whose frame would be shown with errors in it.
+        with torch.no_grad(), evaluating([self.model]), self.autocast():
             value = self.call_user("evaluate", self.recipe.evaluate, self.model, data)
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return float(value)

@@ -20,7 +20,7 @@ FIRST_TURN_S = 0.5
 LONGEST_TURN_S = 4.0
 _HINT = (
     "call the methods of a session on every rank and in the same order; under `if s.is_main:` use evaluate() instead "
-    "of evaluate_together()"
+    "of evaluate_together(); leave loops together: if any(s.gather(stop)): break"
 )
 
 
