@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,31 @@ def test_a_checkpoint_holds_model_ranks_and_state(train_here: Trainer) -> None:
     assert sorted(path.name for path in checkpoint.iterdir()) == ["model.safetensors", "rank0.pt", "state.json"]
 
 
-# What cannot be resumed
+# What is told or cannot be resumed
+
+
+def test_other_settings_of_the_optimizer_are_told_and_those_of_the_checkpoint_used(
+    train_here: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sgd(parameters: Any, rate: float, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+
+    options = {"checkpoint_every": 1, "resume": "auto"}
+    train_here(optimizer=partial(sgd, rate=0.1, momentum=0.9), epochs=1, **options).join()
+    trained = train_here(optimizer=partial(sgd, rate=0.01, momentum=0.0), epochs=2, **options).join()
+    told = "outrider: the optimizer goes on with the settings of the checkpoint: lr 0.1 (given: 0.01), momentum 0.9 "
+    assert told + "(given: 0.0)\n" in capsys.readouterr().err
+    assert trained.epochs[-1].learning_rate == 0.1
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+def test_what_a_schedule_has_changed_is_not_told(
+    train_here: Trainer, scheduler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for epochs in (1, 2):
+        options = {"checkpoint_every": 1, "resume": "auto"}
+        train_here(optimizer=adam, scheduler=scheduler, epochs=epochs, **options).join()
+    assert "settings of the checkpoint" not in capsys.readouterr().err
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again(train_here: Trainer, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ from outrider.record.run_forecast import open_receipt
 from outrider.record.run_record import commit
 from outrider.replica import recipe as recipes
 from outrider.replica.finite import refuse_to_save
+from outrider.replica.portable_state import other_settings
 from outrider.replica.rank_replica import RankReplica
 from outrider.replica.recipe import LoopRecipe
 from outrider.world.messages import Link
@@ -215,6 +216,7 @@ class RankLife:
         progress = resumed.progress
         load_into(self.replica.model, resumed.path / checkpoint.MODEL_FILE)
         self._freeze_as(resumed.state)
+        self._tell_other_settings(resumed.state)
         self.replica.restore(resumed.state)
         if resumed.is_same_world:
             self.splitter.restore(progress.splitter)
@@ -225,6 +227,13 @@ class RankLife:
         self.driver.go_on(progress.windows)
         self.history = list(progress.epochs)
         self.accounting.go_on(progress.accounts)
+
+    def _tell_other_settings(self, state: Mapping[str, Any]) -> None:
+        saved = state["optimizers"] if "optimizers" in state else [state["optimizer"]]
+        pairs = zip(self.replica.optimizers, saved, strict=False)
+        words = [word for optimizer, before in pairs for word in other_settings(optimizer, before)]
+        if self.is_main and words:
+            self.link.warn(f"the optimizer goes on with the settings of the checkpoint: {', '.join(words)}")
 
     def _freeze_as(self, state: Mapping[str, Any]) -> None:
         """The same parameters are trained as when the checkpoint was saved, whatever was thawed since the start."""

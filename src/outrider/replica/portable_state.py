@@ -274,3 +274,27 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 def _tensor_devices(group: dict[str, Any]) -> dict[str, torch.device]:
     """The device of hyperparameters that are tensors, such as a learning rate."""
     return {key: value.device for key, value in group.items() if isinstance(value, Tensor)}
+
+
+_COMPARED = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad")
+_SCHEDULED = ("momentum", "betas")
+"""What some schedules change too."""
+
+
+def other_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> list[str]:
+    """Settings of an optimizer, in words, that a saved state is about to replace by others."""
+    found: dict[str, None] = {}
+    for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        is_scheduled = "initial_lr" in group and "initial_lr" in before
+        for name in _COMPARED:
+            key = "initial_lr" if name == "lr" and is_scheduled else name
+            if key not in group or key not in before or (is_scheduled and name in _SCHEDULED):
+                continue
+            given, kept = _plain(group[key]), _plain(before[key])
+            if given != kept:
+                found[f"{name} {kept} (given: {given})"] = None
+    return list(found)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else tuple(value) if isinstance(value, list) else value
