@@ -26,6 +26,11 @@ def model_with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
 
 
+def make_data(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(7))
+    return inputs, inputs.sum(dim=1, keepdim=True)
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -155,6 +160,15 @@ def test_a_checkpoint_holds_model_ranks_and_state(train_here: Trainer) -> None:
     folder = train_here(checkpoint_every=1).join().run_dir
     checkpoint = folder / "checkpoints" / "epoch00001-000000000000"
     assert sorted(path.name for path in checkpoint.iterdir()) == ["model.safetensors", "rank0.pt", "state.json"]
+
+
+def test_an_epoch_that_steps_cut_is_recorded_once_when_it_goes_on(train_here: Trainer, read_json: ReadJson) -> None:
+    data = make_data(100)
+    for steps in (18, 30):
+        options = {"checkpoint_every": 1, "resume": "auto", "dataset": data, "batch_size": 10}
+        folder = train_here(steps=steps, **options).join().run_dir
+    told = [(epoch["epoch"], epoch["samples"]) for epoch in read_json(folder / "record.json")["epochs"]]
+    assert told == [(0, 100), (1, 100), (2, 100)]
 
 
 # What is told or cannot be resumed

@@ -388,8 +388,9 @@ class RankLife:
         self.driver.catch_up()
         refuse_to_save(self.replica)
         epochs, accounts = self.history, self.accounting.so_far
-        if is_mid_epoch and epochs and not epochs[-1]["is_complete"]:
-            # A run that was stopped has told this epoch's metrics; resumed, it tells those of the whole epoch.
+        if is_mid_epoch and epochs and epochs[-1]["epoch"] == epoch:
+            # A run that was stopped, or whose steps end here, has told this epoch's metrics; resumed, it tells those of
+            # the whole epoch.
             epochs, accounts = epochs[:-1], self.accounting.accounts
         progress = checkpoint.Progress(
             epoch=epoch,

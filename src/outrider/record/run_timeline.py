@@ -12,7 +12,7 @@ from outrider.errors import DataError
 from outrider.timeline.exports import complete_run
 from outrider.timeline.sampler import Sampler
 
-_NO_TIMELINE = "outrider: the run in {folder} is complete, its timeline is not: {error}"
+_NO_TIMELINE = "outrider: the timeline of the run in {folder} is not complete: {error}"
 
 
 def complete_timeline(folder: Path, sampler: Sampler | None = None) -> None:
