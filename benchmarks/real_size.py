@@ -16,19 +16,18 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
+from rounds import make_parser, take_rounds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import outrider
 from outrider.bench.models.text_models import GPT2_CONTEXT, gpt2_small, next_symbol_loss
-from outrider.errors import OutriderError
 
 SLICES = ("cuda:0%60", "cuda:0%25")
 EPOCHS = 3
@@ -128,23 +127,16 @@ def measure(task: str, batch_size: int, mode: str, **options: Any) -> dict[str, 
 
 
 def run(wishes: argparse.Namespace) -> None:
-    deadline_s = time.monotonic() + wishes.seconds
     what = [one for one in WHAT if one[0] in wishes.only and one[1] in wishes.batch_sizes and one[2] in wishes.modes]
     options = {} if wishes.overhead_target is None else {"overhead_target": wishes.overhead_target}
-    for number in range(wishes.first, wishes.first + wishes.rounds):
-        start = 3 * number % len(what)
-        for task, batch_size, mode in what[start:] + what[:start]:
-            if time.monotonic() > deadline_s:
-                return
-            name = mode if not options else f"{mode}, overhead_target={wishes.overhead_target}"
-            line: dict[str, Any] = {"round": number, "task": task, "batch_size": batch_size, "mode": name}
-            try:
-                line |= measure(task, batch_size, mode, **options)
-            except OutriderError as error:
-                line["error"] = str(error)[:500]
-            with wishes.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
+    suffix = "".join(f", {name}={value}" for name, value in options.items())
+    take_rounds(
+        wishes,
+        what,
+        describe=lambda one: {"task": one[0], "batch_size": one[1], "mode": one[2] + suffix},
+        measure=lambda one: measure(*one, **options),
+        shift=3,
+    )
 
 
 def table(path: Path) -> None:
@@ -172,12 +164,7 @@ def table(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "table"])
-    parser.add_argument("path", type=Path, help="the file of records")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first round")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16, 64, 128])

@@ -12,17 +12,16 @@ with MPS.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from rounds import make_parser, take_rounds
 
 import outrider
 from outrider.bench.models.text_models import GPT2_CONTEXT, gpt2_small, next_symbol_loss
@@ -114,23 +113,6 @@ def one(way: str) -> dict[str, Any]:
 WAYS = ("async auto", *(f"async {large}+{small}" for large, small in PAIRS), "ddp")
 
 
-def run(path: Path, *, rounds: int, first: int, seconds: float) -> None:
-    deadline_s = time.monotonic() + seconds
-    for number in range(first, first + rounds):
-        start = 2 * number % len(WAYS)
-        for way in (*WAYS[start:], *WAYS[:start]):
-            if time.monotonic() > deadline_s:
-                return
-            line: dict[str, Any] = {"round": number, "way": way}
-            try:
-                line |= one(way)
-            except OutriderError as error:
-                line["error"] = str(error)[:300]
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
-
-
 def table(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     by = {(row["way"], row["round"]): row["samples_per_s"] for row in rows if "error" not in row}
@@ -149,15 +131,9 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "table"])
-    parser.add_argument("path", type=Path, help="the file of records")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first round")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
-    wishes = parser.parse_args()
+    wishes = make_parser(__doc__).parse_args()
     if wishes.what == "run":
-        run(wishes.path, rounds=wishes.rounds, first=wishes.first, seconds=wishes.seconds)
+        take_rounds(wishes, WAYS, describe=lambda way: {"way": way}, measure=one, shift=2)
     else:
         table(wishes.path)
 

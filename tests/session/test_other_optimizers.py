@@ -87,6 +87,30 @@ def test_a_parameter_added_later_must_be_of_a_prepared_model(tmp_path: Path) -> 
             break
 
 
+def test_a_step_that_failed_does_not_hide_later_ones(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    prepared, twin = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=True) as s:
+        s.prepare(model, prepared)
+        batches = s.batches(DATA, batch_size=4)
+        next(batches)
+        with pytest.raises(outrider.ConfigError, match="closure"):
+            prepared.step(lambda: 0.0)
+        s.step(model(DATA[:4]).square().mean())
+        failing = prepared.register_step_pre_hook(_fail)
+        with pytest.raises(ValueError, match="from a hook"):
+            prepared.step()
+        failing.remove()
+        next(batches)
+        twin.step()
+        with pytest.raises(outrider.ConfigError, match=r"was not given to prepare\(\)"):
+            next(batches)
+
+
+def _fail(*arguments: Any) -> None:
+    raise ValueError("from a hook")
+
+
 def test_hooks_end_with_the_session(tmp_path: Path) -> None:
     model = train(tmp_path, "base", "base")
     torch.optim.SGD(model.parameters(), 0.1).step()

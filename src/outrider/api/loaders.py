@@ -6,6 +6,7 @@ Used by the session and by `train()`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import (
@@ -71,7 +72,8 @@ def as_source(
         "collate": collate,
         "drop_last": drop_last,
     }
-    _refuse_to_override(found.get("sequence"), given)
+    if found.get("sequence") is not None:
+        refuse_to_override(found["sequence"], given, always="shuffle")
     settings = found | {name: value for name, value in given.items() if value is not None}
     if "batch_size" not in settings:
         raise ConfigError("batch_size is missing", hint="call s.batches(dataset, batch_size=64)")
@@ -110,15 +112,13 @@ def _as_sequence(order: Any) -> SampleSequence:
     return SampleSequence(source=order)
 
 
-def _refuse_to_override(sequence: SampleSequence | None, given: dict[str, Any]) -> None:
+def refuse_to_override(sequence: SampleSequence, given: Mapping[str, Any], *, always: str) -> None:
     """Raise where an argument and the user's own sequence of samples contradict each other."""
-    names = ("shuffle", "batch_size", "drop_last") if sequence and sequence.has_batches else ("shuffle",)
-    # Not in an order of its own is what shuffle=False says too.
-    chosen = [name for name in names if given[name] is not None and given[name] is not False]
-    if sequence is not None and chosen:
-        raise ConfigError(
-            f"{chosen[0]} was given, but {sequence.name} decides that already", hint=f"leave {chosen[0]} out"
-        )
+    names = (always, "batch_size", "drop_last") if sequence.has_batches else (always,)
+    for name in names:
+        # Not in an order of its own is what shuffle=False says too.
+        if given.get(name) is not None and given[name] is not False:
+            raise ConfigError(f"{name} was given, but {sequence.name} decides that already", hint=f"leave {name} out")
 
 
 def loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:

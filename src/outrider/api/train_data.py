@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from outrider.api.loaders import loader_settings
+from outrider.api.loaders import loader_settings, refuse_to_override
 from outrider.data.feed import is_factory
 from outrider.data.loading import LoadedData
 from outrider.data.order import shuffled
@@ -47,7 +47,9 @@ def _of_loader(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]
     found = loader_settings(loader)
     sequence, seed = found.pop("sequence", None), found.pop("order_seed")
     if sequence is not None:
-        _refuse_to_override(sequence, given)
+        refuse_to_override(sequence, given, always="order")
+        if sequence.has_batches:
+            _refuse_to_cut(sequence, given)
         found["order"] = sequence if sequence.has_batches else sequence.source
     elif seed is not None and found["shuffle"] and given.get("shuffle") is None and given.get("order") is None:
         found["order"] = SeededOrder(len(loader.dataset), seed=seed)  # type: ignore[arg-type]
@@ -58,19 +60,14 @@ def _of_loader(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]
     return found | given
 
 
-def _refuse_to_override(sequence: SampleSequence, given: Mapping[str, Any]) -> None:
-    decided = ("order", "batch_size", "drop_last") if sequence.has_batches else ("order",)
-    for name in decided:
-        if given.get(name) not in (None, False):
-            raise ConfigError(f"{name} was given, but {sequence.name} decides that already", hint=f"leave {name} out")
-    if not sequence.has_batches:
-        return
-    if given.get("accumulate", 1) != 1 or given.get("micro_batch", "auto") != "auto":
-        name = "accumulate" if given.get("accumulate", 1) != 1 else "micro_batch"
-        raise ConfigError(
-            f"{name} was given, but {sequence.name} makes batches that are taken whole",
-            hint=f"leave {name} out, and let {sequence.name} make batches that fit",
-        )
+def _refuse_to_cut(sequence: SampleSequence, given: Mapping[str, Any]) -> None:
+    """Raise for options that would divide the batches of a batch sampler."""
+    for name, default in (("accumulate", 1), ("micro_batch", "auto")):
+        if given.get(name, default) != default:
+            raise ConfigError(
+                f"{name} was given, but {sequence.name} makes batches that are taken whole",
+                hint=f"leave {name} out, and let {sequence.name} make batches that fit",
+            )
 
 
 def _of_stream(dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:

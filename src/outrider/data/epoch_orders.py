@@ -32,30 +32,26 @@ class EpochOrders:
     ) -> None:
         """`agree` returns the sequence of all ranks, where they may draw different ones; all ranks then call this."""
         self._plain = self.feed = feed
-        self._sequence = None if order is None else SampleSequence.of(order)
+        self.sequence = None if order is None else SampleSequence.of(order)
+        """The user's own order."""
         self._shuffle = shuffle
         self._seed = seed
         self._agree = agree
         self.digest: str | None = None
         """Names the user's own order of this epoch; None without one."""
-        self.num_positions = feed.num_samples if self._sequence is None else self._draw(0).num_positions
+        self.num_positions = feed.num_samples if self.sequence is None else self._draw(0).num_positions
         """Of every epoch."""
-
-    @property
-    def sequence(self) -> SampleSequence | None:
-        """The user's own order."""
-        return self._sequence
 
     @property
     def name(self) -> str:
         """Of the user's own order."""
-        assert self._sequence is not None
-        return self._sequence.name
+        assert self.sequence is not None
+        return self.sequence.name
 
     @property
     def has_batches(self) -> bool:
         """Whether positions are whole batches of a batch sampler."""
-        return self._sequence is not None and self._sequence.has_batches
+        return self.sequence is not None and self.sequence.has_batches
 
     def trial_feed(self) -> Feed:
         """The feed whose first positions are tried before training; all ranks call this."""
@@ -63,13 +59,13 @@ class EpochOrders:
 
     def refuse_other_lengths(self, num_epochs: int) -> None:
         """Look at the second epoch and the last one, before hours of training; every epoch is checked as it begins."""
-        if self._sequence is not None:
+        if self.sequence is not None:
             for epoch in sorted({1, num_epochs - 1} & set(range(1, num_epochs))):
                 self._draw_like_first(epoch)
 
     def begin(self, epoch: int) -> Tensor:
         """The order of this epoch's positions; all ranks call this."""
-        if self._sequence is None:
+        if self.sequence is None:
             count = self.num_positions
             return shuffled(count, seed=self._seed, epoch=epoch) if self._shuffle else in_order(count)
         drawn = self._draw_like_first(epoch)
@@ -88,5 +84,5 @@ class EpochOrders:
         return drawn
 
     def _draw(self, epoch: int) -> DrawnSequence:
-        assert self._sequence is not None
-        return self._agree(self._sequence.draw(num_samples=self._plain.num_samples, seed=self._seed, epoch=epoch))
+        assert self.sequence is not None
+        return self._agree(self.sequence.draw(num_samples=self._plain.num_samples, seed=self._seed, epoch=epoch))

@@ -33,9 +33,7 @@ _MOST_FRAMES = 12
 class UserLoop:
     """One rank's part of the user's loop; `next_batch` until it gives None, or `leave` at any time."""
 
-    def __init__(
-        self, driver: Driver, replica: LoopReplica, *, num_ranks: int, warn: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, driver: Driver, replica: LoopReplica, *, num_ranks: int, warn: Callable[[str], None]) -> None:
         """`warn` gets what a user should know of the loop."""
         self._driver = driver
         self._num_ranks = num_ranks

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class OtherOptimizers:
-    """The optimizers that stepped since `forget()`; of those with parameters of their own all that ever did."""
+    """The last optimizer of each kind that stepped: with parameters of the prepared models, and without."""
 
     def __init__(self, prepared: Sequence[Optimizer], parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._prepared = {id(optimizer) for optimizer in prepared}
@@ -23,14 +23,15 @@ class OtherOptimizers:
         self.is_nested = False
         """Whether a prepared optimizer is stepping, which may be made of others."""
         self.in_prepared: Optimizer | None = None
-        """One that trains parameters of a prepared model."""
+        """One that trains parameters of a prepared model, with the batch in hand."""
         self.apart: Optimizer | None = None
         """One that trains no such parameter."""
         self._hook = register_optimizer_step_pre_hook(self._step_begins)
 
     def forget(self) -> None:
         """A new batch begins."""
-        self.in_prepared = None
+        # A step that failed has not come to its end.
+        self.in_prepared, self.is_nested = None, False
 
     def release(self) -> None:
         self._hook.remove()
