@@ -1,8 +1,10 @@
 """How far off is `outrider advise`? Its forecast beside real runs of the suite's models, policy by policy.
 
-A cell is one model on one pair of devices: the forecast, then a run in each policy, one after the other, so that both
-see the same machine. One JSON line per cell, flushed as it ends; cells that the file has are skipped, so the command
-goes on where it stopped. The command `table` writes the tables of docs/results/advise from the file.
+A cell is one model on one pair of devices: a forecast, a run in each policy, all runs again in the opposite order, and
+a second forecast, so that a machine that becomes slower meanwhile affects both alike. Each forecast is compared with
+the mean of both runs; how far these are apart is the noise of the machine. One JSON line per cell, flushed as it ends;
+cells that the file has are skipped, so the command goes on where it stopped. The command `table` writes the tables of
+docs/results/advise from the file.
 
     python benchmarks/advise_table.py run records.jsonl --data runs/data
     python benchmarks/advise_table.py run records.jsonl --data runs/data --pairs cuda:0%70,cuda:0%28
@@ -16,15 +18,16 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import outrider
 from outrider.bench.datasets.source import DataSource
 from outrider.bench.tasks import Task
 from outrider.bench.zoo import suite_task
-from outrider.virtual.advice import SOLO
+from outrider.virtual.advice import SOLO, Advice
 
 RATIOS = (2.5, 10.0, 1.2)
 """Speed of the fast device over that of the slow one."""
@@ -32,6 +35,8 @@ PAIRS = tuple(f"cpu,cpu@{1 / ratio:.4g}" for ratio in RATIOS)
 SAMPLES = {"lenet": 20_000, "mlp": 60_000, "gpt-nano": 512, "conv-ae": 12_000, "char-rnn": 512, "logistic": 60_000}
 """Of each model's data."""
 POLICIES = ("auto", "sync", "balanced", "cadence", "async")
+Way = tuple[tuple[str, ...], str]
+"""Devices and policy."""
 LIMIT = 0.03
 """An advised policy counts as right if it is the best measured one or this close to it."""
 
@@ -65,31 +70,38 @@ def measured(task: Task, devices: str, policy: str, seconds: float) -> float:
 
 
 def cell(task: Task, devices: str, *, trial_s: float, run_s: float) -> dict[str, Any]:
-    """The forecast, then a run of each of its rows that has both devices or one."""
+    """Two forecasts, and between them two runs of each row that has both devices or one."""
     began_s, load = time.perf_counter(), os.getloadavg()[0]
-    advice = outrider.advise(
-        task.model, task.optimizer, task.step, task.dataset, seconds=trial_s, **options_of(task, devices)
-    )
+
+    def advise() -> Advice:
+        options = options_of(task, devices)
+        return outrider.advise(task.model, task.optimizer, task.step, task.dataset, seconds=trial_s, **options)
+
+    advice = advise()
     advised_s = time.perf_counter() - began_s
-    rows = []
-    for one in advice.cells:
-        policy = "sync" if one.policy == SOLO else one.policy
-        rate = measured(task, ",".join(one.devices), policy, run_s)
-        rows.append(
-            {
-                "devices": list(one.devices),
-                "policy": one.policy,
-                "forecast": round(one.samples_per_s, 2),
-                "measured": round(rate, 2),
-                "error": round(one.samples_per_s / rate - 1, 4),
-            }
-        )
+    ways = [(one.devices, one.policy) for one in advice.cells]
+    rates: dict[Way, list[float]] = {way: [] for way in ways}
+    for way in (*ways, *reversed(ways)):
+        policy = "sync" if way[1] == SOLO else way[1]
+        rates[way].append(measured(task, ",".join(way[0]), policy, run_s))
+    again = advise()
+    forecasts = [{(one.devices, one.policy): one.samples_per_s for one in each.cells} for each in (advice, again)]
+    rows = [
+        {
+            "devices": list(way[0]),
+            "policy": way[1],
+            "forecasts": [round(each[way], 2) for each in forecasts],
+            "measured": [round(rate, 2) for rate in rates[way]],
+            "errors": [round(each[way] / mean(rates[way]) - 1, 4) for each in forecasts],
+        }
+        for way in ways
+    ]
     return {
         "model": task.name,
         "devices": devices,
         "batch_size": task.batch_size,
         "parameters": advice.parameters,
-        "advised": {"policy": advice.best.policy, "devices": list(advice.best.devices)},
+        "advised": [{"policy": one.best.policy, "devices": list(one.best.devices)} for one in (advice, again)],
         "rows": rows,
         "trial_s": trial_s,
         "run_s": run_s,
@@ -111,7 +123,11 @@ def run(output: Path, *, data: Path, models: list[str], pairs: list[str], trial_
             record = cell(task, devices, trial_s=trial_s, run_s=run_s)
             with output.open("a") as file:
                 file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            print(f"{model} on {devices}: " + ", ".join(f"{r['policy']} {r['error']:+.0%}" for r in record["rows"]))
+            print(
+                f"{model} on {devices}: "
+                + ", ".join(f"{row['policy']} {shown(row['errors'])}" for row in record["rows"]),
+                flush=True,
+            )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -121,35 +137,50 @@ def read(path: Path) -> list[dict[str, Any]]:
 # The table
 
 
-def loss_of_advice(record: dict[str, Any]) -> float:
-    """How much faster the best measured row is than the advised one."""
-    rows = record["rows"]
-    [own] = [
-        row["measured"]
-        for row in rows
-        if row["policy"] == record["advised"]["policy"] and row["devices"] == record["advised"]["devices"]
+def shown(errors: Sequence[float]) -> str:
+    return ", ".join(f"{100 * error:+.0f}" for error in errors) + " %"
+
+
+def apart(row: dict[str, Any]) -> float:
+    """How far two runs of the same row are apart."""
+    return max(row["measured"]) / min(row["measured"]) - 1
+
+
+def losses_of_advice(record: dict[str, Any]) -> list[float]:
+    """How much faster the best measured row is than the advised one, for each forecast."""
+    rates = {(tuple(row["devices"]), row["policy"]): mean(row["measured"]) for row in record["rows"]}
+    return [
+        max(rates.values()) / rates[tuple(advised["devices"]), advised["policy"]] - 1 for advised in record["advised"]
     ]
-    return max(row["measured"] for row in rows) / own - 1
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """Worst first."""
-    errors = [abs(row["error"]) for record in records for row in record["rows"]]
-    right = sum(loss_of_advice(record) <= LIMIT for record in records)
+    rows = [row for record in records for row in record["rows"]]
+    errors = [abs(error) for row in rows for error in row["errors"]]
+    losses = [loss for record in records for loss in losses_of_advice(record)]
+    noise = [apart(row) for row in rows]
     lines = [
         f"{len(records)} cells, {len(errors)} forecasts: worst error {max(errors):.1%}, median {median(errors):.1%}; "
-        f"the advised policy is the best or within {LIMIT:.0%} of it in {right} of {len(records)} cells.",
+        f"two runs of the same kind are {median(noise):.1%} apart in the median, {max(noise):.1%} at worst; "
+        f"the advised policy is the best or within {LIMIT:.0%} of it in {sum(loss <= LIMIT for loss in losses)} of "
+        f"{len(losses)} cases.",
         "",
-        "| model | devices | " + " | ".join(("fast solo", "slow solo", *POLICIES)) + " | advised | best is faster by |",
-        "| --- | --- |" + " ---: |" * (2 + len(POLICIES)) + " --- | ---: |",
+        "| model | devices | " + " | ".join(("fast solo", "slow solo", *POLICIES)) + " | runs apart | advised | lost |",
+        "| --- | --- |" + " ---: |" * (3 + len(POLICIES)) + " --- | ---: |",
     ]
-    for record in sorted(records, key=lambda one: -max(abs(row["error"]) for row in one["rows"])):
-        shown = [f"{row['error']:+.1%}" for row in record["rows"]]
-        advised = record["advised"]
-        name = advised["policy"] if advised["policy"] != SOLO else f"solo {advised['devices'][0]}"
-        lost = f"{loss_of_advice(record):.1%}"
-        lines.append(f"| {record['model']} | `{record['devices']}` | {' | '.join(shown)} | {name} | {lost} |")
+    for record in sorted(records, key=worst, reverse=True):
+        cells = [shown(row["errors"]) for row in record["rows"]]
+        noisy = f"{median(map(apart, record['rows'])):.0%}"
+        names = [one["policy"] if one["policy"] != SOLO else f"solo {one['devices'][0]}" for one in record["advised"]]
+        lost = ", ".join(f"{100 * loss:.0f}" for loss in losses_of_advice(record)) + " %"
+        name = ", ".join(dict.fromkeys(names))
+        lines.append(f"| {record['model']} | `{record['devices']}` | {' | '.join(cells)} | {noisy} | {name} | {lost} |")
     return "\n".join(lines)
+
+
+def worst(record: dict[str, Any]) -> float:
+    return max(abs(error) for row in record["rows"] for error in row["errors"])
 
 
 def main() -> None:

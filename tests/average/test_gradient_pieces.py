@@ -200,6 +200,9 @@ def test_the_rank_with_a_gradient_that_is_not_finite_is_named(bad: float, at: in
                 own[rank].weight.grad.view(-1)[at] = bad
             average.average(1, [])
             assert step or average.facts().not_finite == ()
+            average.drop_bad()
+            assert own[rank].weight.grad is not None
+            assert torch.equal(own[rank].weight.grad, torch.full((50, 40), 1.0 - step))
         return average.facts()
 
     assert [settled.not_finite for settled in on_ranks(2, run)] == [(1,), (1,)]

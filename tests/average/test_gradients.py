@@ -165,3 +165,33 @@ def test_facts_and_samples_reach_every_rank() -> None:
     assert settled[0] == settled[1]
     assert settled[0].facts == ((float(2**24 + 1),), (2.0,))
     assert settled[0].total_samples == 2**24 + 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("lacks_one", [False, True])
+def test_a_mean_with_a_gradient_that_is_not_finite_can_be_dropped(bad: float, lacks_one: bool) -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, dtype=torch.bfloat16)) for _ in range(2)]
+    exchanges = exchanges_of(models)
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    models[0][0].weight.grad[1, 1] = bad
+    if lacks_one:
+        models[1][1].weight.grad = None
+    settled = share(exchanges, [3, 1])
+    for exchange in exchanges:
+        exchange.drop_bad()
+    assert [one.not_finite for one in settled] == [(0,), (0,)]
+    for model in models:
+        assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in model.parameters())
+
+
+def test_a_finite_mean_is_not_dropped() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    exchanges = exchanges_of(models)
+    for model in models:
+        model(torch.ones(1, 2)).sum().backward()
+    share(exchanges, [3, 1])
+    for exchange, model in zip(exchanges, models, strict=True):
+        exchange.drop_bad()
+        assert torch.equal(model.weight.grad, torch.ones(2, 2))

@@ -41,6 +41,9 @@ class GradientAverage(Protocol):
     def average(self, samples: int, facts: Sequence[float]) -> None:
         """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""
 
+    def drop_bad(self) -> None:
+        """Zero the mean if a rank's gradients are not finite, for callers that update before they read the facts."""
+
     def facts(self) -> Settled:
         """The facts of all ranks; waits until the device has come to this point."""
 
@@ -73,6 +76,9 @@ class BucketGradients:
             # Which parameters get one is then read from the device: a lost peer must not make that wait forever.
             self._collective.finish(self._timeout_s)
         self._exchange.hand_out()
+
+    def drop_bad(self) -> None:
+        self._exchange.drop_bad()
 
     def facts(self) -> Settled:
         self._collective.finish(self._timeout_s)
@@ -117,6 +123,9 @@ class PiecewiseGradients:
         self._send(pieces.world_size, torch.float32, pieces.pack_flags, pieces.take_flags)
         while self._started:
             self._receive()
+
+    def drop_bad(self) -> None:
+        self._pieces.drop_bad()
 
     def facts(self) -> Settled:
         return self._pieces.settled()

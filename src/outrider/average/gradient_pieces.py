@@ -173,6 +173,11 @@ class GradientPieces:
         self._settled = replace(self.facts.settled(self._slots), not_finite=bad)
         self._sources = self._targets = []
 
+    def drop_bad(self) -> None:
+        """Zero the mean gradients if those of any rank are not finite."""
+        if self.settled().not_finite:
+            torch._foreach_zero_([one.grad for one in self.facts.parameters if one.grad is not None])
+
     def settled(self) -> Settled:
         """The facts of all ranks."""
         assert self._settled is not None, "no average of gradients is complete"

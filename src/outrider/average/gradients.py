@@ -184,6 +184,14 @@ class GradientExchange:
         for parameter, view, count in zip(self.parameters, self._results, num_present, strict=True):
             parameter.grad = view if count else None
 
+    @torch.no_grad()
+    def drop_bad(self) -> None:
+        """Zero the mean gradients if those of any rank are not finite; the host does not wait for the device."""
+        is_bad = self._facts.has_bad(self._slots).to(self._arena_device, non_blocking=True)
+        for body in self._bodies:
+            for gradients in body.rounded.values():
+                gradients.masked_fill_(is_bad, 0.0)
+
     def facts(self) -> Settled:
         """The facts of all ranks; waits for the device."""
         return self._facts.settled(self._slots)

@@ -71,8 +71,11 @@ class Tail:
         return self.samples(slots).sum()
 
     def samples(self, slots: Tensor) -> Tensor:
-        """The first number of each rank, float64, on the buffer's device."""
-        return slots.view(self.world_size, self.num_values, 2)[:, 0].double().sum(dim=1)
+        return self.column(slots, 0)
+
+    def column(self, slots: Tensor, number: int) -> Tensor:
+        """One number of each rank, float64, on the buffer's device."""
+        return slots.view(self.world_size, self.num_values, 2)[:, number].double().sum(dim=1)
 
     def decode(self, slots: Tensor) -> list[list[float]]:
         """The values of each rank; `slots` is on the host."""

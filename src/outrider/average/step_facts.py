@@ -56,6 +56,10 @@ class StepFacts:
         """One over the samples of all ranks, on the device of the slots."""
         return self._tail.total_samples(self._tail_of(slots)).clamp(min=1.0).reciprocal()
 
+    def has_bad(self, slots: Tensor) -> Tensor:
+        """Whether the gradients of any rank are not finite, on the device of the slots."""
+        return (self._tail.column(self._tail_of(slots), _IS_BAD) > 0).any()
+
     def num_present(self, slots: Tensor) -> list[float]:
         """How many ranks have a gradient of each parameter; waits for the device."""
         counts: list[float] = slots[self._tail.num_slots :].tolist()

@@ -49,6 +49,8 @@ class SoloAverages:
     def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
         self._begun = self.average(samples, facts)
 
+    def drop_bad_gradients(self) -> None: ...
+
     def gradient_facts(self) -> Settled:
         return self.load()
 

@@ -99,9 +99,11 @@ class Stepper:
         # Everything is queued from here on; how long the average took is told at the end.
         driver.activity.enter("compute")
         driver.averages.average_gradients(samples, driver.facts())
-        meter.mark()
         # With loss scaling the facts come first: they say whether the step counts.
         waits = bool(self._scaled_ranks)
+        if not waits:
+            driver.averages.drop_bad_gradients()
+        meter.mark()
         is_skipped = waits and self._is_skipped(driver.averages.gradient_facts(), step=step)
         self._end(effect, is_skipped=is_skipped)
         meter.mark()
