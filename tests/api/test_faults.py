@@ -81,7 +81,6 @@ def test_a_fault_of_another_attempt_is_left_out(capsys: pytest.CaptureFixture[st
         ("step", {"policy": "sync"}),
         ("take", {"policy": "async"}),
         ("average", {}),
-        ("average", {"policy": "balanced"}),
         ("begin", {"policy": "async"}),
         ("collect", {"policy": "async"}),
         ("checkpoint", {"checkpoint_every": 1}),

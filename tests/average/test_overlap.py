@@ -41,7 +41,9 @@ def three_layers() -> nn.Sequential:
 
 def overlap_of(model: nn.Module, *, rank: int = 0, world_size: int = 1) -> tuple[Overlap, Notes]:
     notes = Notes(model)
-    exchange = GradientExchange(Arena(model), rank=rank, world_size=world_size, num_facts=0, bucket_bytes=LAYER_BYTES)
+    exchange = GradientExchange(
+        Arena(model), rank=rank, world_size=world_size, num_facts=0, bucket_bytes=LAYER_BYTES, last_bytes=LAYER_BYTES
+    )
     return Overlap(exchange, notes), notes
 
 
@@ -145,13 +147,29 @@ def test_mixed_dtypes_on_one_wire_are_one_bucket() -> None:
     assert [len(bucket.members) for bucket in exchange.buckets] == [4]
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 400))
-def test_buckets_are_the_whole_wire_from_its_end_to_its_start(sizes: list[int], max_bytes: int) -> None:
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 400), st.integers(0, 400))
+def test_buckets_are_the_whole_wire_from_its_end_to_its_start(
+    sizes: list[int], max_bytes: int, last_bytes: int
+) -> None:
     planner = LayoutPlanner()
     places = [planner.place(torch.empty(size)) for size in sizes]
-    pieces = cut(places, range(len(places)), max_bytes=max_bytes)
+    pieces = cut(places, range(len(places)), max_bytes=max_bytes, last_bytes=last_bytes)
     assert [member for _, members in pieces for member in members] == list(reversed(range(len(sizes))))
     starts = [start for start, _ in pieces]
     assert starts[-1] == 0
     assert all(later < earlier for earlier, later in pairwise(starts))
     assert all(places[members[-1]].offset >= start for start, members in pieces)
+
+
+def test_the_last_bucket_is_small_or_one_parameter() -> None:
+    planner = LayoutPlanner()
+    places = [planner.place(torch.empty(size)) for size in (2, 3, 4, 50, 6)]
+    assert [members for _, members in cut(places, range(5), max_bytes=250, last_bytes=20)] == [(4, 3, 2), (1, 0)]
+    assert [members for _, members in cut(places, range(5), max_bytes=250, last_bytes=0)] == [(4, 3, 2, 1), (0,)]
+    assert [members for _, members in cut(places, range(5), max_bytes=200, last_bytes=20)] == [(4, 3), (2,), (1, 0)]
+
+
+def test_few_bytes_are_one_bucket() -> None:
+    planner = LayoutPlanner()
+    places = [planner.place(torch.empty(size)) for size in (2, 3, 4, 50, 6)]
+    assert cut(places, range(5), max_bytes=260, last_bytes=20) == [(0, (4, 3, 2, 1, 0))]

@@ -14,7 +14,7 @@ PAIR = "cuda:0%50,cuda:0%50"
 
 
 def make_wide_model() -> nn.Module:
-    layers = (nn.Linear(32, 1_500), nn.Tanh(), nn.Linear(1_500, 1_500), nn.Tanh(), nn.Linear(1_500, 2))
+    layers = (nn.Linear(32, 2_000), nn.Tanh(), nn.Linear(2_000, 2_000), nn.Tanh(), nn.Linear(2_000, 2))
     return nn.Sequential(*layers).double()
 
 

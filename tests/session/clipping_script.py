@@ -167,8 +167,9 @@ def leaving(case: str) -> None:
                 s.backward(loss_of(model, x, y))
                 if s.rank == 1 and number == 2:
                     break
+                clip(model)
                 s.optimizer_step()
-        tell(case, s.rank, model)
+        tell(case, s.rank, model, momenta=[state["momentum_buffer"].tolist() for state in optimizer.state.values()])
 
 
 def like_ddp(case: str) -> None:

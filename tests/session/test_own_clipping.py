@@ -103,6 +103,7 @@ def test_sync_clipped_by_hand_is_ddp_clipped_by_hand(ended: Path) -> None:
 def test_a_rank_that_leaves_before_its_step_goes_on_with_the_others(ended: Path) -> None:
     first, second = told(ended, "leaving")
     assert first["weights"] == second["weights"]
+    assert first["momenta"] == second["momenta"], "the others clip by hand, and it did not"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,26 +44,32 @@ class Bucket:
             self.summed.copy_(self.staged, non_blocking=self.staged.is_cuda)
 
 
-def cut(places: Sequence[TensorPlace], members: Sequence[int], *, max_bytes: int) -> list[tuple[int, tuple[int, ...]]]:
+def cut(
+    places: Sequence[TensorPlace], members: Sequence[int], *, max_bytes: int, last_bytes: int
+) -> list[tuple[int, tuple[int, ...]]]:
     """The start and the members of each bucket of one flat tensor, from the end of the tensor to its start.
 
-    A bucket is closed when it holds `max_bytes`; the last bucket holds the rest, with the first parameters.
+    What has at most `max_bytes` is one bucket; else a bucket is closed when it holds them, and the last one has the first
+    parameters, at most `last_bytes` of them or a single one: nothing overlaps its sum, since backward ends with them.
     """
+    sizes = [places[member].numel * places[member].dtype.itemsize for member in members]
+    num_last = max(1, sum(size <= last_bytes for size in accumulate(sizes))) if sum(sizes) > max_bytes else 0
     buckets: list[tuple[int, tuple[int, ...]]] = []
     waiting: list[int] = []
     num_bytes = 0
-    for member in reversed(members):
-        place = places[member]
+    for number, member in reversed(list(enumerate(members))):
         waiting.append(member)
-        num_bytes += place.numel * place.dtype.itemsize
-        if num_bytes >= max_bytes and place.offset > 0:
-            buckets.append((place.offset, tuple(waiting)))
+        num_bytes += sizes[number]
+        start = places[member].offset
+        if start > 0 and num_bytes >= (1 if number == num_last else max_bytes):
+            buckets.append((start, tuple(waiting)))
             waiting, num_bytes = [], 0
     return [*buckets, (0, tuple(waiting))]
 
 
-BUCKET_BYTES = 16 * 2**20
-"""Much smaller buckets pay for more round trips; much larger ones are complete only at the end of backward."""
+BUCKET_BYTES = 25 * 2**20
+"""As DDP: much smaller buckets pay for more round trips; much larger ones are complete only at the end of backward."""
+LAST_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +106,7 @@ class GradientExchange:
         num_facts: int,
         device: torch.device | str = "cpu",
         bucket_bytes: int = BUCKET_BYTES,
+        last_bytes: int = LAST_BYTES,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -115,7 +123,7 @@ class GradientExchange:
         self._probe = torch.zeros((), dtype=torch.float32, device=arena.device)
         """Finite if the gradients of this step that were packed so far are finite."""
         self._num_packed = 0
-        self._allocate(bucket_bytes)
+        self._allocate(bucket_bytes, last_bytes)
 
     @property
     def has_all(self) -> bool:
@@ -219,7 +227,7 @@ class GradientExchange:
 
     # In memory the facts come first, because the first parameters are the last to get their gradients.
 
-    def _allocate(self, bucket_bytes: int) -> None:
+    def _allocate(self, bucket_bytes: int, last_bytes: int) -> None:
         planner = LayoutPlanner()
         places = [planner.place(parameter) for parameter in self.parameters]
         planner.align()
@@ -235,7 +243,7 @@ class GradientExchange:
         self._views = _lay_out(places, {d: flat for body in self._bodies for d, flat in body.sections.items()})
         self._results = _lay_out(places, {d: flat for body in self._bodies for d, flat in body.rounded.items()})
         for wire, body in reversed(list(zip(self.wires, self._bodies, strict=True))):
-            self.buckets += _buckets(wire, body, places, bucket_bytes)
+            self.buckets += _buckets(wire, body, places, max_bytes=bucket_bytes, last_bytes=last_bytes)
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         is_pinned = self._arena_device.type == "cuda" and self.device.type == "cpu"
@@ -250,10 +258,14 @@ class GradientExchange:
         return body
 
 
-def _buckets(wire: Tensor, body: _Body, places: Sequence[TensorPlace], max_bytes: int) -> list[Bucket]:
+def _buckets(
+    wire: Tensor, body: _Body, places: Sequence[TensorPlace], *, max_bytes: int, last_bytes: int
+) -> list[Bucket]:
     """The buckets from the end of a wire to its start; one bucket if gradients of several dtypes share it."""
     members = tuple(number for number, place in enumerate(places) if place.dtype in body.sections)
-    pieces = cut(places, members, max_bytes=max_bytes) if len(body.sections) == 1 else [(0, members)]
+    pieces = [(0, members)]
+    if len(body.sections) == 1:
+        pieces = cut(places, members, max_bytes=max_bytes, last_bytes=last_bytes)
     buckets, stop = [], body.summed.numel()
     first = wire.numel() - stop
     for start, own in pieces:

@@ -390,7 +390,7 @@ class Driver:
             self.meter.end_log()
         started_s = time.perf_counter()
         with self.activity.during("average" if is_source else "rest"):
-            settled = self.averages.confer(effect.samples, self.facts())
+            settled = self.averages.confer(self._taken(effect.samples), self.facts())
         elapsed_s = time.perf_counter() - started_s
         # Up to this meeting all ranks but the source had nothing to do.
         self.meter.rested(0.0 if is_source else elapsed_s, elapsed_s=elapsed_s)

@@ -339,6 +339,8 @@ class SessionRun:
         # A pass that was left early has used only what its averages accounted for, the same on all ranks.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples
+        if driver.is_stopped:
+            self._make_followers_equal()
         self.place.end_pass(self._pass, self.loop, driver)
         self._consumed += used
         self._samples_in_epoch += used
@@ -351,6 +353,16 @@ class SessionRun:
         self.metrics = replace(told, eval=evaluated, eval_s=self._evaluated.seconds)
         self._pass = None
         self._passes_in_epoch += 1
+
+    def _make_followers_equal(self) -> None:
+        """A rank that left took the last shared steps without what the user does to gradients, such as clipping.
+
+        It gets everything from one that did not leave; all ranks call this.
+        """
+        assert self.replica is not None
+        followed = self.world.exchange_json(self.loop.has_followed, name="ranks that left the loop")
+        if True in followed and False in followed:
+            self._life.driver.averages.hand_over(followed.index(False), at=self.replica.at)
 
     def interrupt(self) -> None:
         """Leave the record behind before a signal is raised in the user's loop; all ranks call this."""

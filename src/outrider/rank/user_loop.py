@@ -68,6 +68,8 @@ class UserLoop:
         self._did: list[torch.optim.Optimizer | None] = []
         self._habit: list[torch.optim.Optimizer | None] = []
         """What the user did with the last batch, in order: an average of gradients (None) or a step of an optimizer."""
+        self.has_followed = False
+        """Whether this rank left a shared step to the others, and updated without the user's code."""
         self._settled: list[torch.optim.Optimizer] = []
         """Optimizers of a GradScaler whose gradients are averaged already."""
         replica.before_step = self._before_step
@@ -82,7 +84,7 @@ class UserLoop:
     def open(self, segment: Segment) -> None:
         """Begin a segment; all ranks do."""
         assert self._steps is None, "one segment at a time"
-        self.is_leaving = False
+        self.is_leaving = self.has_followed = False
         self._done, self._least = [], min(2, segment.batch_size)
         self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
         self._replica.losses.open_pass()
@@ -244,6 +246,7 @@ class UserLoop:
                 self._share(0)
             else:
                 self._replica.step(optimizer)
+                self.has_followed = True
         self._is_following = False
         self._replica.zero_gradients()
         if self._shared is None:

@@ -62,11 +62,15 @@ class Checked(Protocol):
 
 
 def check_update(replica: Checked) -> None:
-    """Raise an error if parameters are not finite after the last step; its gradients show the cause."""
+    """Raise an error if parameters are not finite after the last step; its gradients show the cause.
+
+    Where they are gone, as after the `zero_grad` of a user's loop, they are the likely one.
+    """
     if replica.finite.is_finite():
         return
     step = max(0, replica.steps - 1)
-    if any(not bool(torch.isfinite(gradient).all()) for gradient in _gradients(replica)):
+    gradients = _gradients(replica)
+    if not gradients or any(not bool(torch.isfinite(gradient).all()) for gradient in gradients):
         raise gradient_not_finite(rank=replica.rank, name=replica.name, step=step)
     raise StepError(
         f"rank {replica.rank} ({replica.name}), step {step}: the parameters are not finite after the update",

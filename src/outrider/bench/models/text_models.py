@@ -17,6 +17,7 @@ WINDOW = 128
 GPT2_TOKENS = 50_304
 """GPT-2's 50,257, rounded up to what tensor cores like."""
 GPT2_CONTEXT = 512
+CODE_TOKENS = 8_192
 
 
 def next_symbol_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -43,7 +44,12 @@ def gpt_nano() -> nn.Module:
 
 def gpt2_small() -> nn.Module:
     """GPT-2 small (Radford et al. 2019) with a context of 512 tokens and no dropout (124,082,688 parameters)."""
-    return Gpt2(width=768, num_heads=12, num_blocks=12)
+    return Gpt2(num_tokens=GPT2_TOKENS, width=768, num_heads=12, num_blocks=12)
+
+
+def gpt_of_code() -> nn.Module:
+    """The same with fewer tokens and layers, for a corpus that is made on the spot (29,676,544 parameters)."""
+    return Gpt2(num_tokens=CODE_TOKENS, width=512, num_heads=8, num_blocks=8)
 
 
 class CharRnn(nn.Module):
@@ -83,13 +89,13 @@ class Gpt(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Tokens int64 [N, T] with T up to 512 to logits [N, T, 50304]; the head shares the weights of the embedding."""
+    """Tokens int64 [N, T] with T up to 512 to logits [N, T, num_tokens]; the head has the weights of the embedding."""
 
-    def __init__(self, *, width: int, num_heads: int, num_blocks: int) -> None:
+    def __init__(self, *, num_tokens: int, width: int, num_heads: int, num_blocks: int) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(GPT2_TOKENS, width), nn.Embedding(GPT2_CONTEXT, width)
+        self.embedding, self.positions = nn.Embedding(num_tokens, width), nn.Embedding(GPT2_CONTEXT, width)
         self.blocks = nn.Sequential(*(GptBlock(width, num_heads, 4 * width, 0.0) for _ in range(num_blocks)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, GPT2_TOKENS, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_tokens, bias=False)
         self.apply(_start_small)
         self.head.weight = self.embedding.weight
 

@@ -16,6 +16,7 @@ from outrider.policy.policies.auto import auto
 from outrider.policy.policies.balanced import balanced
 from outrider.policy.policies.cadence import cadence
 from outrider.policy.policies.independent import independent
+from outrider.policy.policies.one_rank import one_rank
 from outrider.policy.policies.sync import sync
 from outrider.policy.policy_chooser import PolicyChooser
 from outrider.policy.policy_spec import PolicySpec, SegmentContext, checked
@@ -119,7 +120,9 @@ def open_policy(
 ) -> Policy:
     """The generator of one segment of an epoch for one rank; `samples_after` of the run come after the segment."""
     spec = policy_spec(policy)
-    opened = spec.open(
+    is_ours = spec.name in POLICY_TABLE
+    make = one_rank if is_ours and spec.shares_steps and seat.world_size == 1 else spec.open
+    opened = make(
         SegmentContext(
             seat=seat,
             span=span,
@@ -130,7 +133,7 @@ def open_policy(
             chooser=chooser or PolicyChooser(world_size=seat.world_size),
         )
     )
-    return opened if spec.name in POLICY_TABLE else checked(spec, opened, span)
+    return opened if is_ours else checked(spec, opened, span)
 
 
 __all__ = [
