@@ -49,8 +49,8 @@ def cut(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The start and the members of each bucket of one flat tensor, from the end of the tensor to its start.
 
-    What has at most `max_bytes` is one bucket; else a bucket is closed when it holds them, and the last one has the first
-    parameters, at most `last_bytes` of them or a single one: nothing overlaps its sum, since backward ends with them.
+    What has at most `max_bytes` is one bucket; else a bucket is closed when it holds them, and the last one has the
+    first parameters, at most `last_bytes` or a single one: nothing overlaps its sum, since backward ends with them.
     """
     sizes = [places[member].numel * places[member].dtype.itemsize for member in members]
     num_last = max(1, sum(size <= last_bytes for size in accumulate(sizes))) if sum(sizes) > max_bytes else 0
