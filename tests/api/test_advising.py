@@ -162,7 +162,8 @@ def test_a_short_run_of_slow_steps_goes_on_until_there_is_something_to_measure(
     now_s = [0.0]
     monkeypatch.setattr(advising.time, "monotonic", lambda: now_s[0])
     (tmp_path / "trial").mkdir()
-    deadline = advising._Deadline(advising._TrialPlan(policy="sync", devices=("cpu",), folder=tmp_path, seconds=2.0))
+    plan = advising._TrialPlan(policy="sync", devices=("cpu", "cpu"), folder=tmp_path, seconds=2.0)
+    deadline = advising._Deadline(plan)
 
     def is_over(at_s: float, reports: int) -> bool:
         now_s[0] = at_s

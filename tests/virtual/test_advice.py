@@ -28,7 +28,7 @@ def trial(policy: str, devices: tuple[str, ...], *reports: TrialReport) -> Trial
 
 def solo(device: str, step_ms: float) -> TrialReports:
     own = RankWindow(samples=BATCH, batches=1, compute_ms=step_ms)
-    return trial("sync", (device,), TrialReport(kind="shared", wall_ms=step_ms, ranks=(own,)))
+    return trial("sync", (device,), TrialReport(kind="confer", wall_ms=step_ms, ranks=(own,)))
 
 
 def joint(policy: str, devices: dict[str, float], *, average_ms: float) -> TrialReports:

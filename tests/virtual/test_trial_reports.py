@@ -162,5 +162,16 @@ def test_too_few_reports_are_an_error_with_the_way_out(tmp_path: Path) -> None:
     assert caught.value.hint == "let the script train longer: more epochs, more samples or smaller batches"
 
 
+def test_a_rank_alone_reports_several_steps_at_once(tmp_path: Path) -> None:
+    lines = [line(0.1 * number, kind="confer") for number in range(3)]
+    for own, batches in zip(lines, (1, 2, 3), strict=True):
+        own["ranks"][0]["batches"] = batches
+    write(tmp_path, [{"schema_version": 1, "rank": 0}, *lines])
+    assert len(read_trial(tmp_path, policy="sync", devices=["cpu"]).reports) == 3
+    (tmp_path / "trial" / "rank0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines[:2]))
+    with pytest.raises(DataError, match="took 3 steps or averages"):
+        read_trial(tmp_path, policy="sync", devices=["cpu"])
+
+
 def test_a_run_that_has_not_begun_has_no_reports(tmp_path: Path) -> None:
     assert count_reports(tmp_path) == 0

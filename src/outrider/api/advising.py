@@ -35,7 +35,7 @@ TRIAL_S = 4.0
 MOST_S = 5.0
 """And at most this many times as long, for the reports below."""
 STEPS, WINDOWS = 40, 10
-"""Reports that a short run of shared steps and one of local steps are to bring."""
+"""Reports that a short run of shared steps, and one of local steps or of one device alone, are to bring."""
 START_S = 600.0
 _POLL_S = 0.1
 
@@ -77,7 +77,7 @@ class _Deadline:
         self._plan = plan
         self._began_s = time.monotonic()
         self._first_s: float | None = None
-        self._wanted = STEPS if plan.policy in SHARED_STEP_POLICIES else WINDOWS
+        self._wanted = STEPS if plan.policy in SHARED_STEP_POLICIES and len(plan.devices) > 1 else WINDOWS
 
     def is_over(self) -> bool:
         """Whether to stop now; raises an error for a run that does not begin."""

@@ -28,8 +28,10 @@ from outrider.virtual.trial_reports import (
 
 SCHEMA_VERSION = 1
 SOLO = "solo"
+ALONE = "confer"
+"""The kind of report that a rank gives while it works alone, in a world of its own or beside others that rest."""
 SOLO_POLICY = "sync"
-"""With one rank all policies take the same steps; this one reports each."""
+"""With one rank all policies take the same steps; this one reports them every half second."""
 TRIAL_POLICIES = FIXED_POLICIES
 """Those that are measured on all devices together; `auto` changes between two of them."""
 WORTHWHILE_GAIN = 1.03
@@ -153,7 +155,7 @@ def advise(
 
 
 def _spread(trials: Sequence[TrialReports]) -> float:
-    rates = [samples_per_s(trial.of_kind("shared")) for trial in trials]
+    rates = [samples_per_s(trial.of_kind(ALONE)) for trial in trials]
     return max(rates) / min(rates) - 1
 
 
@@ -167,7 +169,7 @@ def _subsets(rates: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 def _alone_speed(trials: Sequence[TrialReports]) -> DeviceSpeed:
-    reports = [trial.of_kind("shared") for trial in trials]
+    reports = [trial.of_kind(ALONE) for trial in trials]
     costs = [meeting_cost(own) for own in reports]
     return device_speed(
         [step for own in reports for step in steps_of(own, 0)],
@@ -212,8 +214,8 @@ def _epoch_end(trial: TrialReports) -> float:
     if background := trial.of_kind("background"):
         return epoch_end_ms(background, background_cost(background))
     # Ranks that share steps may also leave all of an epoch to one of them, and then only confer.
-    meetings = trial.of_kind("shared") or trial.of_kind("average")
-    return epoch_end_ms([*meetings, *trial.of_kind("confer")], meeting_cost(meetings))
+    meetings, stretches = trial.of_kind("shared") or trial.of_kind("average"), trial.of_kind(ALONE)
+    return epoch_end_ms([*meetings, *stretches], meeting_cost(meetings or stretches))
 
 
 def _shared_costs(trial: TrialReports, steps: Sequence[Sequence[tuple[int, float]]]) -> MeasuredCosts:
@@ -278,7 +280,7 @@ def _memory(joint: Sequence[TrialReports], policy: str) -> tuple[int | None, ...
 
 def _solo_cell(rank: int, trials: Sequence[TrialReports], workload: TrainingWork) -> Cell:
     # As one run of both: the time of a sample is averaged, not its inverse.
-    rate = harmonic_mean([samples_per_s(trial.of_kind("shared")) for trial in trials])
+    rate = harmonic_mean([samples_per_s(trial.of_kind(ALONE)) for trial in trials])
     epoch_s = workload.num_samples / rate + fmean(map(_epoch_end, trials)) / 1e3
     return Cell(
         devices=trials[0].devices,

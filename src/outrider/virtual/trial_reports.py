@@ -95,10 +95,12 @@ def read_trial(folder: Path, *, policy: str, devices: Sequence[str], name: str |
     """The reports of a trial run; raises a DataError if they are too few to measure anything."""
     lines = _lines(folder / FOLDER / "rank0.jsonl")
     told = [line for line in lines if "kind" in line]
-    if len(told) < LEAST_REPORTS:
-        names, plural = ",".join(devices), "" if len(told) == 1 else "s"
+    # A rank alone reports several steps at once.
+    num = sum(max(1, line["ranks"][0]["batches"]) if line["kind"] == "confer" else 1 for line in told)
+    if num < LEAST_REPORTS:
+        names, plural = ",".join(devices), "" if num == 1 else "s"
         raise DataError(
-            f"{name or f'{policy} on {names}'} took {len(told)} step{plural} or average{plural} before it ended, "
+            f"{name or f'{policy} on {names}'} took {num} step{plural} or average{plural} before it ended, "
             f"and {LEAST_REPORTS} are needed to measure it",
             hint="let the script train longer: more epochs, more samples or smaller batches",
         )
