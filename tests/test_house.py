@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,19 @@ def test_examples_and_guides_name_modules_that_exist() -> None:
         for name in re.findall(r"(?:from|import|-m) (outrider(?:\.\w+)+)", path.read_text())
     }
     assert sorted(one for one in named if one[1] not in known) == []
+
+
+def test_the_oldest_versions_are_the_lowest_that_the_package_allows() -> None:
+    root = PACKAGE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    # Frameworks are tested at their lowest versions as they are; the rest are tools of ours.
+    extras = {
+        name: wanted
+        for name, wanted in project["optional-dependencies"].items()
+        if name not in ("torch", "hf", "lightning", "ray", "peers", "dev", "integrations")
+    }
+    wanted = [*project["dependencies"], *(one for each in extras.values() for one in each)]
+    bounds = dict(one.split(">=") for one in wanted if ">=" in one)
+    pins = dict(line.split("==") for line in (root / "oldest.txt").read_text().splitlines() if "==" in line)
+    assert pins.keys() == bounds.keys()
+    assert {name: version for name, version in pins.items() if not f"{version}.".startswith(f"{bounds[name]}.")} == {}
