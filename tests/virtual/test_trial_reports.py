@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from outrider.virtual.trial_reports import (
     read_trial,
     samples_per_s,
     steps_of,
+    stretch_overhead_ms,
+    stretch_speed,
 )
 
 
@@ -171,6 +174,25 @@ def test_a_rank_alone_reports_several_steps_at_once(tmp_path: Path) -> None:
     (tmp_path / "trial" / "rank0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines[:2]))
     with pytest.raises(DataError, match="took 3 steps or averages"):
         read_trial(tmp_path, policy="sync", devices=["cpu"])
+
+
+def test_every_step_of_a_stretch_counts_and_what_is_no_step_is_told_apart() -> None:
+    # One step of 4 ms, then ten of 2 ms each; 0.1 ms per step are something else.
+    reports = [
+        report(window(8, 4.0), wall_ms=4.1, kind="confer"),
+        report(window(80, 20.0, batches=10), wall_ms=21.0, kind="confer"),
+    ]
+    assert stretch_overhead_ms(reports) == pytest.approx(0.1)
+    speed = stretch_speed([reports])
+    mean_ms = (speed.fixed_ms + 8 * speed.per_sample_ms) * math.exp(speed.jitter**2 / 2)
+    assert mean_ms == pytest.approx(24 / 11 + 0.1, rel=1e-3)
+    assert stretch_overhead_ms([replace(one, is_first=True) for one in reports]) == 0.0
+
+
+def test_the_overhead_of_a_stretch_is_that_of_the_rank_that_worked() -> None:
+    resting = window(0, 0.0, batches=0)
+    stretch = report(resting, window(80, 20.0, batches=10), wall_ms=21.0, kind="confer")
+    assert stretch_overhead_ms([stretch]) == pytest.approx(0.1)
 
 
 def test_a_run_that_has_not_begun_has_no_reports(tmp_path: Path) -> None:

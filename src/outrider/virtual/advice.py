@@ -17,6 +17,7 @@ from outrider.policy.window_planner import PlannerConfig
 from outrider.virtual.advice_text import as_text
 from outrider.virtual.simulator import DeviceSpeed, MeasuredCosts, Network, Outcome, Scenario, simulate
 from outrider.virtual.trial_reports import (
+    MeetingCost,
     TrialReports,
     background_cost,
     device_speed,
@@ -24,6 +25,8 @@ from outrider.virtual.trial_reports import (
     meeting_cost,
     samples_per_s,
     steps_of,
+    stretch_overhead_ms,
+    stretch_speed,
 )
 
 SCHEMA_VERSION = 1
@@ -169,12 +172,7 @@ def _subsets(rates: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 def _alone_speed(trials: Sequence[TrialReports]) -> DeviceSpeed:
-    reports = [trial.of_kind(ALONE) for trial in trials]
-    costs = [meeting_cost(own) for own in reports]
-    return device_speed(
-        [step for own in reports for step in steps_of(own, 0)],
-        overhead_ms=fmean([cost.overhead_ms + cost.average_ms for cost in costs]),
-    )
+    return stretch_speed([trial.of_kind(ALONE) for trial in trials])
 
 
 def _measured(joint: Sequence[TrialReports]) -> dict[str, MeasuredCosts]:
@@ -213,9 +211,12 @@ def _epoch_ends(joint: Sequence[TrialReports]) -> dict[str, float]:
 def _epoch_end(trial: TrialReports) -> float:
     if background := trial.of_kind("background"):
         return epoch_end_ms(background, background_cost(background))
-    # Ranks that share steps may also leave all of an epoch to one of them, and then only confer.
-    meetings, stretches = trial.of_kind("shared") or trial.of_kind("average"), trial.of_kind(ALONE)
-    return epoch_end_ms([*meetings, *stretches], meeting_cost(meetings or stretches))
+    # Ranks that share steps may leave epochs to one of them, which goes on in this way where it is quicker.
+    stretches = trial.of_kind(ALONE)
+    if any(report.is_first for report in stretches):
+        return epoch_end_ms(stretches, MeetingCost(average_ms=0.0, overhead_ms=stretch_overhead_ms(stretches)))
+    meetings = trial.of_kind("shared") or trial.of_kind("average")
+    return epoch_end_ms(meetings, meeting_cost(meetings)) if meetings else 0.0
 
 
 def _shared_costs(trial: TrialReports, steps: Sequence[Sequence[tuple[int, float]]]) -> MeasuredCosts:

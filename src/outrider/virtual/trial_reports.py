@@ -192,6 +192,23 @@ def steps_of(reports: Sequence[TrialReport], rank: int) -> list[tuple[int, float
     ]
 
 
+def stretch_overhead_ms(reports: Sequence[TrialReport]) -> float:
+    """Per step of a rank alone: what is no step. 0 where every epoch has one report, and its end cannot be told."""
+    told = [
+        (report.wall_ms, max(report.ranks, key=lambda rank: rank.batches))
+        for report in reports
+        if report.wall_ms is not None and not report.is_first
+    ]
+    rests_ms = [wall_ms - own.compute_ms - own.setup_ms for wall_ms, own in told]
+    return max(0.0, sum(rests_ms)) / max(1, sum(own.batches for _, own in told))
+
+
+def stretch_speed(trials: Sequence[Sequence[TrialReport]]) -> DeviceSpeed:
+    """Of a rank alone, in trials whose reports tell of one step or of many: each of them counts."""
+    steps = [step for reports in trials for one in reports for step in steps_of([one], 0) * one.ranks[0].batches]
+    return device_speed(steps, overhead_ms=fmean(map(stretch_overhead_ms, trials)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeetingCost:
     """What a blocking average takes besides the steps of the slowest rank."""
