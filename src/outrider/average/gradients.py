@@ -70,6 +70,7 @@ def cut(
 BUCKET_BYTES = 25 * 2**20
 """As DDP: much smaller buckets pay for more round trips; much larger ones are complete only at the end of backward."""
 LAST_BYTES = 2**20
+"""Of the bucket that is summed after backward: small, but not so small that its round trip is all it costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ class Settled:
     effective_ranks: float = 1.0
     """The effective number of ranks, 1/Σ w², over the samples of the last windows."""
     not_finite: tuple[int, ...] = ()
-    """Ranks whose gradients or displacements were not finite; the mean is not finite either."""
+    """Ranks whose gradients or displacements were not finite; nor is the mean, unless it was dropped."""
     snapshot_ms: float | None = None
     """Time from the start of the snapshot until its copy can be read."""
     transfer_ms: float | None = None

@@ -17,6 +17,7 @@ from outrider.policy.window_planner import PlannerConfig
 from outrider.virtual.advice_text import as_text
 from outrider.virtual.simulator import DeviceSpeed, MeasuredCosts, Network, Outcome, Scenario, simulate
 from outrider.virtual.trial_reports import (
+    ALONE,
     MeetingCost,
     TrialReports,
     background_cost,
@@ -31,8 +32,6 @@ from outrider.virtual.trial_reports import (
 
 SCHEMA_VERSION = 1
 SOLO = "solo"
-ALONE = "confer"
-"""The kind of report that a rank gives while it works alone, in a world of its own or beside others that rest."""
 SOLO_POLICY = "sync"
 """With one rank all policies take the same steps; this one reports them every half second."""
 TRIAL_POLICIES = FIXED_POLICIES

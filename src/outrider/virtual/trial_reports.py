@@ -19,6 +19,8 @@ from outrider.errors import DataError
 from outrider.virtual.simulator import DeviceSpeed
 
 FOLDER = "trial"
+ALONE = "confer"
+"""The kind of report that a rank gives while it works alone, in a world of its own or beside others that rest."""
 LEAST_REPORTS = 6
 """Fewer say nothing."""
 WARM_UP_PART = 0.2
@@ -96,7 +98,7 @@ def read_trial(folder: Path, *, policy: str, devices: Sequence[str], name: str |
     lines = _lines(folder / FOLDER / "rank0.jsonl")
     told = [line for line in lines if "kind" in line]
     # A rank alone reports several steps at once.
-    num = sum(max(1, line["ranks"][0]["batches"]) if line["kind"] == "confer" else 1 for line in told)
+    num = sum(max(1, line["ranks"][0]["batches"]) if line["kind"] == ALONE else 1 for line in told)
     if num < LEAST_REPORTS:
         names, plural = ",".join(devices), "" if num == 1 else "s"
         raise DataError(
