@@ -7,6 +7,7 @@ JSON line per run; `table` writes the ratio to `independent` of the same round, 
 with MPS.
 
     python benchmarks/real_size.py run records.jsonl --rounds 3
+    python benchmarks/real_size.py run records.jsonl --slices cuda:0%40 cuda:0%20 --batch-sizes 128 256
     python benchmarks/real_size.py table records.jsonl
 """
 
@@ -71,33 +72,33 @@ def lora_task(batch_size: int) -> dict[str, Any]:
     return {"model": LoraShape, "step": squared_error, "dataset": (rows, rows.roll(1, 1)), "batch_size": batch_size}
 
 
-BOTH = ",".join(SLICES)
-ALONE: dict[str, Any] = {"devices": SLICES[0], "policy": "sync"}
-INDEPENDENT: dict[str, Any] = {"devices": BOTH, "policy": "independent"}
-
-
-def pair(policy: str, backend: str) -> dict[str, Any]:
-    return {"devices": BOTH, "policy": policy, "backend": backend}
-
-
 TASKS = {"gpt2": gpt2_task, "lora": lora_task}
 MODES: dict[str, dict[str, Any]] = {
-    "alone": ALONE,
-    "independent": INDEPENDENT,
-    **{f"{policy} {backend}": pair(policy, backend) for policy in ("async", "cadence") for backend in ("nccl", "cpu")},
-    "balanced nccl": pair("balanced", "nccl"),
+    "alone": {"policy": "sync"},
+    "independent": {"policy": "independent"},
+    **{
+        f"{policy} {backend}": {"policy": policy, "backend": backend}
+        for policy in ("async", "cadence", "balanced")
+        for backend in ("nccl", "cpu")
+    },
 }
-WHAT = [("gpt2", 16, name) for name in MODES if name != "balanced nccl"]
+WHAT = [("gpt2", 16, name) for name in MODES if not name.startswith("balanced")]
 WHAT += [("lora", 64, name) for name in MODES if not name.startswith(("cadence", "balanced"))]
-WHAT += [("gpt2", 128, name) for name in ("alone", "independent", "balanced nccl", "async nccl")]
+WHAT += [
+    ("gpt2", size, name)
+    for size in (128, 256)
+    for name in ("alone", "independent", "balanced nccl", "balanced cpu", "async nccl")
+]
 
 
-def measure(task: str, batch_size: int, mode: str, **options: Any) -> dict[str, Any]:
+def measure(task: str, batch_size: int, mode: str, *, slices: Sequence[str], **options: Any) -> dict[str, Any]:
+    devices = slices[:1] if mode == "alone" else slices
     with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
         run = outrider.train(
             **TASKS[task](batch_size),
             **MODES[mode],
             **options,
+            devices=list(devices),
             optimizer=adamw,
             epochs=EPOCHS,
             precision="bf16",
@@ -130,37 +131,50 @@ def run(wishes: argparse.Namespace) -> None:
     what = [one for one in WHAT if one[0] in wishes.only and one[1] in wishes.batch_sizes and one[2] in wishes.modes]
     options = {} if wishes.overhead_target is None else {"overhead_target": wishes.overhead_target}
     suffix = "".join(f", {name}={value}" for name, value in options.items())
+    place = {} if tuple(wishes.slices) == SLICES else {"slices": wishes.slices}
     take_rounds(
         wishes,
         what,
-        describe=lambda one: {"task": one[0], "batch_size": one[1], "mode": one[2] + suffix},
-        measure=lambda one: measure(*one, **options),
+        describe=lambda one: {"task": one[0], "batch_size": one[1], "mode": one[2] + suffix, **place},
+        measure=lambda one: measure(*one, slices=wishes.slices, **options),
         shift=3,
     )
 
 
 def table(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    by = {(row["task"], row["batch_size"], row["mode"], row["round"]): row for row in rows if "error" not in row}
+    by = {(*setting_of(row), row["mode"], row["round"]): row for row in rows if "error" not in row}
     print(
-        "| model | batch size | mode | ÷ independent | range | rounds | ÷ alone | memory, MiB | ms per average "
-        "| MB per average |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| model | slices | batch size | mode | ÷ independent | range | rounds | ÷ alone | memory, MiB "
+        "| ms per average | MB per average |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
-    for task, batch_size, mode in dict.fromkeys(key[:3] for key in by):
-        own = {key[3]: row for key, row in by.items() if key[:3] == (task, batch_size, mode)}
+    for *setting, mode in dict.fromkeys(key[:4] for key in by):
+        own = {key[4]: row for key, row in by.items() if key[:4] == (*setting, mode)}
 
-        def ratios(other: str, own: dict[int, Any] = own, at: tuple[str, int] = (task, batch_size)) -> list[float]:
+        def ratios(other: str, own: dict[int, Any] = own, at: Sequence[Any] = setting) -> list[float]:
             there = [(row, by.get((*at, other, number))) for number, row in own.items()]
             return sorted(row["samples_per_s"] / one["samples_per_s"] for row, one in there if one is not None)
 
         ceiling, alone = ratios("independent"), ratios("alone")
         last = own[max(own)]
-        moved = "" if last["average_bytes"] is None else f"{last['average_bytes'] / 1e6:.1f}"
-        print(
-            f"| {task} | {batch_size} | {mode} | {mean(ceiling):.3f} | {ceiling[0]:.3f} to {ceiling[-1]:.3f} "
-            f"| {len(ceiling)} | {f'{mean(alone):.2f}' if alone else ''} | {', '.join(map(str, last['memory_mib']))} "
-            f"| {'' if last['average_ms'] is None else last['average_ms']} | {moved} |"
-        )
+        cells = [
+            *setting,
+            mode,
+            f"{mean(ceiling):.3f}" if ceiling else "",
+            f"{ceiling[0]:.3f} to {ceiling[-1]:.3f}" if ceiling else "",
+            len(own),
+            f"{mean(alone):.2f}" if alone else "",
+            ", ".join(map(str, last["memory_mib"])),
+            "" if last["average_ms"] is None else last["average_ms"],
+            "" if last["average_bytes"] is None else f"{last['average_bytes'] / 1e6:.1f}",
+        ]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def setting_of(row: dict[str, Any]) -> tuple[str, str, int]:
+    """What the rows have in common that may be compared."""
+    parts = [name.split("%")[-1] for name in row.get("slices", SLICES)]
+    return row["task"], " + ".join(parts) + " %", row["batch_size"]
 
 
 def main() -> None:
@@ -168,6 +182,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16, 64, 128])
+    parser.add_argument("--slices", nargs=2, default=list(SLICES), help="the larger first")
     parser.add_argument("--overhead-target", type=float, help="of the modes that average; the default is train()'s")
     wishes = parser.parse_args()
     if wishes.what == "run":
