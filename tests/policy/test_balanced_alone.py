@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.policy.batch_splitter import Splitter
 from outrider.policy.effects import (
     AverageReport,
@@ -23,17 +25,18 @@ TOTAL = 100
 
 
 class Rester:
-    """A splitter whose fast rank works alone in stretches of two batches, until it has had so many."""
+    """A splitter that leaves stretches of two batches to one rank, for so many of them; at first to `lone`."""
 
     stretch = 2
 
-    def __init__(self, *, stretches: int) -> None:
+    def __init__(self, *, stretches: int, lone: Sequence[int] = (0,)) -> None:
         self.left = stretches
+        self.ranks = [*lone, *[lone[-1]] * (stretches - len(lone))]
         self.asked = Splitter(world_size=2)
 
     @property
     def lone(self) -> int | None:
-        return 0 if self.left else None
+        return self.ranks[-self.left] if self.left else None
 
     def next(self, total: int, *, is_usual: bool) -> object:
         return self.asked.next(total, is_usual=is_usual)
@@ -41,12 +44,14 @@ class Rester:
     def learn(self, report: AverageReport, *, left: int | None = None) -> list[object]:
         return []
 
-    def learn_alone(self, report: AverageReport) -> list[object]:
+    def learn_alone(self, report: AverageReport, *, left: int | None = None) -> list[object]:
         self.left -= 1
         return []
 
 
-def done(*, rank: int, batches: int, stretches: int, stops_after: int | None = None) -> list[Effect]:
+def done(
+    *, rank: int, batches: int, stretches: int, lone: Sequence[int] = (0,), stops_after: int | None = None
+) -> list[Effect]:
     """What a rank does for so many batches; the wish to stop comes with the report of a meeting."""
     seat = Seat(rank=rank, world_size=2, batch_size=TOTAL)
     policy = open_policy(
@@ -54,7 +59,7 @@ def done(*, rank: int, batches: int, stretches: int, stops_after: int | None = N
         seat,
         Lease(0, batches * TOTAL),
         planner=WindowPlanner(PlannerConfig(world_size=2, batch_size=TOTAL, is_blocking=False)),
-        splitter=Rester(stretches=stretches),  # type: ignore[arg-type]
+        splitter=Rester(stretches=stretches, lone=lone),  # type: ignore[arg-type]
         max_overshoot=0,
     )
     effects, result = [], None
@@ -92,3 +97,11 @@ def test_a_run_that_stops_while_one_works_alone_ends_with_what_it_has_learned() 
     worked, rested = (done(rank=rank, batches=6, stretches=9, stops_after=1) for rank in range(2))
     assert names(worked) == "Step Step Confer HandOver"
     assert names(rested) == "Confer HandOver"
+
+
+def test_a_rank_that_takes_over_is_handed_what_the_one_before_it_has_learned() -> None:
+    first, second = (done(rank=rank, batches=6, stretches=3, lone=(0, 1)) for rank in range(2))
+    assert names(first) == "Step Step Confer HandOver Confer HandOver"
+    assert names(second) == "Confer HandOver Step Step Confer Step Step HandOver"
+    assert first[3] == second[1] == HandOver(source=0, samples=0, at=TOTAL)
+    assert second[-1] == HandOver(source=1, samples=2 * TOTAL, at=5 * TOTAL)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.policy.effects import Lease
@@ -87,6 +87,7 @@ def test_every_position_is_used_exactly_once(total: int, batch_size: int, paces:
 
 
 @unhurried
+@example(total=7, batch_size=3, paces=[6.0, 10.0])
 @given(total=st.sampled_from(PRIMES), batch_size=batch_sizes, paces=paces)
 def test_all_ranks_finish_within_one_batch_of_the_slowest(total: int, batch_size: int, paces: list[float]) -> None:
     finished = run_epoch(total, batch_size, len(paces), lambda rank, _: paces[rank])

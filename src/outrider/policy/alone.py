@@ -35,7 +35,11 @@ CLEARLY_LESS = 0.7
 CLEAR_STEPS = 2
 # Who of several takes the least time is clear where the next one takes so many times as long.
 CLEARLY_FASTER = 1.25
-# A rank alone gives way to another that would take at most this part of its time.
+# Shared steps do not tell two similar ranks apart. One that is thought to take at most so many times what the rank alone
+# takes is tried alone too, if the run is long enough, and whoever takes less time stays.
+SIMILAR_BELOW = 1.3
+LEAST_STEPS_TO_COMPARE = 640
+# After that, a rank alone gives way to another that takes at most this part of its time.
 GIVES_WAY_BELOW = 0.9
 
 
@@ -61,6 +65,10 @@ class Alone:
         self._is_tried = False
         # The most that each rank takes for a whole batch, from the best of its parts; hiccups do not count.
         self._at_most_ms: list[float] = []
+        # What whole batches were thought to take when all last shared, and took since then; ranks that were not tried
+        # alone are not in the second.
+        self._thought_ms: list[float] = []
+        self._alone_ms: dict[int, float] = {}
 
     @property
     def step_ms(self) -> float | None:
@@ -114,7 +122,7 @@ class Alone:
             self._left = SHARED_STEPS
             self._is_trial, self._trial_part = False, TRIAL_PART
             return None
-        self._begin(times_ms.index(alone_ms), alone_ms)
+        self._begin(times_ms)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
     def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
@@ -134,24 +142,34 @@ class Alone:
             return None
         self._num_clear = 0
         self.measure(report)
-        self._begin(self._at_most_ms.index(alone_ms), alone_ms)
+        self._begin(self._at_most_ms)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
 
-    def _begin(self, rank: int, alone_ms: float) -> None:
-        """A rank goes on alone."""
-        self.rank = rank
+    def _begin(self, times_ms: Sequence[float]) -> None:
+        """The rank that takes the least time goes on alone."""
+        alone_ms = min(times_ms)
+        self._enter(times_ms.index(alone_ms), alone_ms)
+        self._thought_ms = list(times_ms)
         self.lasted = 0
         self._is_tried = True
-        self._expected_ms = alone_ms
+        self._alone_ms.clear()
         # The next trial will cost what this one did, beyond as many steps alone.
         lost_ms = self._spent_ms - self._spent_steps * alone_ms if self._is_trial else 0.0
         self._left = round(max(TRIAL_STEPS * self._shared, lost_ms) / max(alone_ms, 1e-6) / self._trial_part)
         self._trial_part = max(LEAST_TRIAL_PART, self._trial_part / 2)
-        self._is_trial = self._has_warmed_up = self._is_proven = False
+        self._is_trial = False
+
+    def _enter(self, rank: int, alone_ms: float) -> None:
+        """What the rank takes alone is measured, after a first stretch."""
+        self.rank, self._expected_ms = rank, alone_ms
+        self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
 
-    def alone(self, report: AverageReport, *, is_usual: bool = True) -> str | None:
-        """Take in a stretch, judged where all its batches are usual ones; the reason, where all share again."""
+    def alone(self, report: AverageReport, *, is_usual: bool = True, steps_left: float | None = None) -> str | None:
+        """Take in a stretch, judged where all its batches are usual ones; the reason, where another rank or all go on.
+
+        `steps_left` are those until the end of the run, if known.
+        """
         assert self.rank is not None
         facts = report.ranks[self.rank]
         self._left -= facts.batches
@@ -172,8 +190,8 @@ class Alone:
                 self._trial_part = TRIAL_PART
                 self.rank = None
                 return reason
-            if (other := self._gives_way(step_ms)) is not None:
-                return other
+            if (reason := self._gives_way(step_ms, steps_left)) is not None:
+                return reason
         if self._left > 0:
             return None
         self._left = 0
@@ -182,18 +200,24 @@ class Alone:
         self._spent_ms, self._spent_steps = 0.0, 0
         return "the other ranks have rested for long, and are tried again"
 
-    def _gives_way(self, step_ms: float) -> str | None:
-        """The reason, where another rank would take whole batches in less time."""
+    def _gives_way(self, step_ms: float, steps_left: float | None) -> str | None:
+        """Leave whole batches to a rank that takes less time, or that may and was not tried; the reason, if so."""
         assert self.rank is not None
-        if not self._at_most_ms:
+        rank, is_first = self.rank, self.rank not in self._alone_ms
+        self._alone_ms[rank] = step_ms
+        best_ms, best = min((ms, other) for other, ms in self._alone_ms.items())
+        untried = [(ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
+        is_long = steps_left is None or steps_left >= LEAST_STEPS_TO_COMPARE
+        other_ms, other = min(untried, default=(math.inf, rank))
+        if other_ms < (SIMILAR_BELOW if is_long else GIVES_WAY_BELOW) * best_ms:
+            self._enter(other, other_ms)
+            how = "perhaps"
+        elif best_ms < (1.0 if is_first else GIVES_WAY_BELOW) * step_ms:
+            self._enter(best, best_ms)
+            how, other_ms, other = "alone", best_ms, best
+        else:
             return None
-        rank, self._at_most_ms[self.rank] = self.rank, step_ms
-        best_ms = min(self._at_most_ms)
-        if best_ms >= GIVES_WAY_BELOW * step_ms:
-            return None
-        self.rank, self._left = None, 0
-        other = self._at_most_ms.index(best_ms)
-        return f"rank {rank} alone takes {step_ms:.2f} ms, rank {other} would take at most {best_ms:.2f} ms"
+        return f"rank {rank} alone takes {step_ms:.2f} ms, rank {other} {how} {other_ms:.2f} ms"
 
     @property
     def _shared(self) -> float:
@@ -210,6 +234,8 @@ class Alone:
             "trial_part": self._trial_part,
             "is_tried": self._is_tried,
             "at_most_ms": [None if math.isinf(ms) else ms for ms in self._at_most_ms],
+            "thought_ms": [None if math.isinf(ms) else ms for ms in self._thought_ms],
+            "alone_ms": [[rank, ms] for rank, ms in self._alone_ms.items()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -225,6 +251,8 @@ class Alone:
         self._trial_part = state.get("trial_part", TRIAL_PART)
         self._is_tried = state.get("is_tried", False)
         self._at_most_ms = [math.inf if ms is None else ms for ms in state.get("at_most_ms", ())]
+        self._thought_ms = [math.inf if ms is None else ms for ms in state.get("thought_ms", ())]
+        self._alone_ms = {rank: ms for rank, ms in state.get("alone_ms", ())}
 
 
 def _step_ms(report: AverageReport) -> float:

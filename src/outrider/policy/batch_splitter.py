@@ -266,15 +266,22 @@ class Splitter:
                 return decisions
         return self._judge_sharing(report, left)
 
-    def learn_alone(self, report: AverageReport) -> list[Decision]:
-        """Take in a stretch that one rank did alone; returns a decision when all share again."""
+    def learn_alone(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
+        """Take in a stretch that one rank did alone; returns a decision when another rank goes on alone, or all share.
+
+        `left` are the samples until the end of the run, if known.
+        """
         self._num_steps += max(facts.batches for facts in report.ranks)
         assert self._usual is not None
         assert self.lone is not None
         facts = report.ranks[self.lone]
-        reason = self._alone.alone(report, is_usual=facts.samples == facts.batches * self._usual.total)
+        is_usual = facts.samples == facts.batches * self._usual.total
+        steps_left = None if left is None else left / self._usual.total
+        reason = self._alone.alone(report, is_usual=is_usual, steps_left=steps_left)
         if reason is None:
             return []
+        if self.lone is not None:
+            return [Decision("alone", self.lone, reason)]
         self._alone.forget()
         decision = Decision("alone", None, reason)
         if self._alone.lasted < TIMES_HOLD:

@@ -58,7 +58,7 @@ def _others_are_sooner(
     if remaining >= mine:
         return False
     num_left = num_batches(remaining, batch_size)
-    unit = min(batch_size, remaining)
+    unit = remaining if num_left == 1 else batch_size
     is_pair = len(others) == 1
     # In the time that this rank needs, a slower one than that does not finish a batch.
     least_share = (unit if is_pair else unit + batch_size) / mine

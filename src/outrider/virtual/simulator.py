@@ -366,8 +366,8 @@ class _OneForAllSplitter(Splitter):
     def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
         return super().learn(report, left=left) if self._is_news(report) else []
 
-    def learn_alone(self, report: AverageReport) -> list[Decision]:
-        return super().learn_alone(report) if self._is_news(report) else []
+    def learn_alone(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
+        return super().learn_alone(report, left=left) if self._is_news(report) else []
 
     def _is_news(self, report: AverageReport) -> bool:
         before, self._learned = self._learned, max(self._learned, report.window)

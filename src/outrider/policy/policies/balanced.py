@@ -53,9 +53,9 @@ def balanced(segment: SegmentContext) -> Policy:
             samples = sum(batch.count for batch in stretch) if seat.rank == lone else 0
             report = yield from _alone(lone, stretch, samples=samples, is_last=is_last)
             mine += samples
-            decisions = splitter.learn_alone(report)
+            decisions = splitter.learn_alone(report, left=segment.run_left(stretch[-1].stop))
             is_common = is_last
-            if not is_common and (splitter.lone is None or report.ends_segment):
+            if not is_common and (splitter.lone != lone or report.ends_segment):
                 yield HandOver(source=lone, samples=0, at=stretch[-1].start)
                 is_common = True
         else:
