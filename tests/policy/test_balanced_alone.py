@@ -82,8 +82,8 @@ def test_what_one_rank_learned_goes_to_the_others_at_the_end_of_a_segment_only()
     worked, rested = (done(rank=rank, batches=6, stretches=9) for rank in range(2))
     assert names(worked) == "Step Step Confer Step Step Confer Step Step HandOver"
     assert names(rested) == "Confer Confer HandOver"
-    assert worked[-1] == HandOver(source=0, samples=2 * TOTAL, at=5 * TOTAL)
-    assert rested[-1] == HandOver(source=0, samples=0, at=5 * TOTAL)
+    assert worked[-1] == HandOver(source=0, samples=2 * TOTAL, at=5 * TOTAL, may_wait=True)
+    assert rested[-1] == HandOver(source=0, samples=0, at=5 * TOTAL, may_wait=True)
 
 
 def test_before_all_share_again_they_are_handed_what_one_has_learned() -> None:
@@ -100,8 +100,14 @@ def test_a_run_that_stops_while_one_works_alone_ends_with_what_it_has_learned() 
 
 
 def test_a_rank_that_takes_over_is_handed_what_the_one_before_it_has_learned() -> None:
-    first, second = (done(rank=rank, batches=6, stretches=3, lone=(0, 1)) for rank in range(2))
+    first, second = (done(rank=rank, batches=6, stretches=9, lone=(0, 1)) for rank in range(2))
     assert names(first) == "Step Step Confer HandOver Confer HandOver"
     assert names(second) == "Confer HandOver Step Step Confer Step Step HandOver"
     assert first[3] == second[1] == HandOver(source=0, samples=0, at=TOTAL)
-    assert second[-1] == HandOver(source=1, samples=2 * TOTAL, at=5 * TOTAL)
+    assert second[-1] == HandOver(source=1, samples=2 * TOTAL, at=5 * TOTAL, may_wait=True)
+
+
+def test_a_change_of_who_works_alone_does_not_wait_at_the_end_of_a_segment() -> None:
+    first, second = (done(rank=rank, batches=2, stretches=9, lone=(0, 1)) for rank in range(2))
+    assert names(first) == "Step Step HandOver HandOver"
+    assert first[-1] == second[-1] == HandOver(source=0, samples=0, at=TOTAL)

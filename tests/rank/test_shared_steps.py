@@ -170,7 +170,7 @@ def alone_with_a_word(reports: list[AverageReport]) -> Iterator[Step | Confer | 
     yield Step(Batch(0, 4), at=0)
     reports.append((yield Confer(source=0, samples=4)))
     yield Step(Batch(4, 8), at=4)
-    reports.append((yield HandOver(source=0, samples=8, at=4)))
+    reports.append((yield HandOver(source=0, samples=8, at=4, may_wait=True)))
 
 
 def test_a_word_while_one_rank_works_alone_is_no_average_but_accounts_for_its_samples(rank: Rank) -> None:
@@ -200,9 +200,22 @@ def test_what_is_handed_over_in_training_is_charged_to_it(rank: Rank, is_trainin
     assert exposed_ms == pytest.approx(seconds * 1e3 if is_training else 0.0)
 
 
-def alone_then_shared(reports: list[AverageReport]) -> Iterator[Step | HandOver | SharedStep]:
+def alone_for_all(reports: list[AverageReport]) -> Iterator[Step | HandOver]:
     yield Step(Batch(0, 8), at=0)
     reports.append((yield HandOver(source=0, samples=8, at=0)))
+    yield Step(Batch(8, 4), at=8)
+
+
+def test_what_may_not_wait_is_handed_over_at_once(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(rank.driver.averages, "hand_over", lambda source, at: steps.append(rank.replica.steps))
+    rank.run(alone_for_all)
+    assert (steps, rank.driver.lead) == ([1], None)
+
+
+def alone_then_shared(reports: list[AverageReport]) -> Iterator[Step | HandOver | SharedStep]:
+    yield Step(Batch(0, 8), at=0)
+    reports.append((yield HandOver(source=0, samples=8, at=0, may_wait=True)))
     reports.append((yield SharedStep(Batch(8, 4), at=8)))
 
 

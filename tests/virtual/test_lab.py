@@ -94,6 +94,15 @@ def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + 0.05 * tick))
 
 
+def test_balanced_equals_one_device_where_two_similar_ranks_work_alone_in_turn() -> None:
+    options = {"optimizer": adam, "scheduler": falling, "policy": "balanced", "epochs": 40}
+    run = train(recipe(**options), Bench(speeds=(0.9, 1.0), average_cost=3.0))
+    whole = train(recipe(**options), Bench(speeds=(1.0,)))
+    assert [decision.value for decision in run.decisions if decision.kind == "alone"] == [1, 0, 1]
+    assert (flat(run, 0) - flat(whole)).abs().max() < 1e-9
+    assert torch.equal(flat(run, 0), flat(run, 1))
+
+
 @pytest.mark.parametrize("fast", [0, 1])
 def test_balanced_equals_one_device_where_one_rank_works_alone(fast: int) -> None:
     speeds = (1.0, 0.1) if fast == 0 else (0.1, 1.0)

@@ -35,11 +35,13 @@ CLEARLY_LESS = 0.7
 CLEAR_STEPS = 2
 # Who of several takes the least time is clear where the next one takes so many times as long.
 CLEARLY_FASTER = 1.25
-# Shared steps do not tell two similar ranks apart. One that is thought to take at most so many times what the rank alone
-# takes is tried alone too, if the run is long enough, and whoever takes less time stays.
-SIMILAR_BELOW = 1.3
-LEAST_STEPS_TO_COMPARE = 640
-# After that, a rank alone gives way to another that takes at most this part of its time.
+# Shared steps do not tell similar ranks apart. Another rank is tried alone too where that costs at most this part of
+# the rest of the run, even if it should take up to so many times as long; whoever takes less time stays.
+COMPARED_PART = 0.01
+COMPARED_BELOW = 2.0
+LEAST_LOSS = 0.1
+"""Of a step that another rank takes on trial: it is handed the model, and hands it back."""
+# Once compared, a rank alone gives way to another that takes at most this part of its time.
 GIVES_WAY_BELOW = 0.9
 
 
@@ -184,14 +186,8 @@ class Alone:
             # Stretches on trial are short: what meeting costs is spread over as many steps as it will be.
             self._expected_ms = step_ms + facts.exposed_ms / _stretch(step_ms)
             self._is_proven = True
-            if self._expected_ms > self._shared:
-                reason = f"rank {self.rank} alone takes {self._expected_ms:.2f} ms, a shared step {self._shared:.2f} ms"
-                self._left = round(TRIAL_STEPS / TRIAL_PART)
-                self._trial_part = TRIAL_PART
-                self.rank = None
-                return reason
-            if (reason := self._gives_way(step_ms, steps_left)) is not None:
-                return reason
+            if (change := self._other(steps_left)) is not None:
+                return change
         if self._left > 0:
             return None
         self._left = 0
@@ -200,24 +196,26 @@ class Alone:
         self._spent_ms, self._spent_steps = 0.0, 0
         return "the other ranks have rested for long, and are tried again"
 
-    def _gives_way(self, step_ms: float, steps_left: float | None) -> str | None:
-        """Leave whole batches to a rank that takes less time, or that may and was not tried; the reason, if so."""
+    def _other(self, steps_left: float | None) -> str | None:
+        """Leave whole batches to a rank that takes less time, or may do so, or to all; the reason, where they are."""
         assert self.rank is not None
-        rank, is_first = self.rank, self.rank not in self._alone_ms
-        self._alone_ms[rank] = step_ms
+        rank, is_first, now_ms = self.rank, self.rank not in self._alone_ms, self._expected_ms
+        self._alone_ms[rank] = now_ms
         best_ms, best = min((ms, other) for other, ms in self._alone_ms.items())
         untried = [(ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
-        is_long = steps_left is None or steps_left >= LEAST_STEPS_TO_COMPARE
         other_ms, other = min(untried, default=(math.inf, rank))
-        if other_ms < (SIMILAR_BELOW if is_long else GIVES_WAY_BELOW) * best_ms:
+        if _is_worth_a_trial(other_ms / min(best_ms, self._shared), steps_left):
             self._enter(other, other_ms)
-            how = "perhaps"
-        elif best_ms < (1.0 if is_first else GIVES_WAY_BELOW) * step_ms:
+            return f"rank {rank} alone takes {now_ms:.2f} ms, rank {other} perhaps {other_ms:.2f} ms"
+        if best_ms > self._shared:
+            self.rank = None
+            self._left = round(TRIAL_STEPS / TRIAL_PART)
+            self._trial_part = TRIAL_PART
+            return f"rank {best} alone takes {best_ms:.2f} ms, a shared step {self._shared:.2f} ms"
+        if best_ms < (1.0 if is_first else GIVES_WAY_BELOW) * now_ms:
             self._enter(best, best_ms)
-            how, other_ms, other = "alone", best_ms, best
-        else:
-            return None
-        return f"rank {rank} alone takes {step_ms:.2f} ms, rank {other} {how} {other_ms:.2f} ms"
+            return f"rank {rank} alone takes {now_ms:.2f} ms, rank {best} alone {best_ms:.2f} ms"
+        return None
 
     @property
     def _shared(self) -> float:
@@ -252,11 +250,19 @@ class Alone:
         self._is_tried = state.get("is_tried", False)
         self._at_most_ms = [math.inf if ms is None else ms for ms in state.get("at_most_ms", ())]
         self._thought_ms = [math.inf if ms is None else ms for ms in state.get("thought_ms", ())]
-        self._alone_ms = {rank: ms for rank, ms in state.get("alone_ms", ())}
+        self._alone_ms = dict(state.get("alone_ms", ()))
 
 
 def _step_ms(report: AverageReport) -> float:
     return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
+
+
+def _is_worth_a_trial(ratio: float, steps_left: float | None) -> bool:
+    """Whether to try a rank that should take `ratio` times as long as what is known."""
+    if steps_left is None or ratio < GIVES_WAY_BELOW:
+        return ratio < COMPARED_BELOW
+    lost_steps = 2 * STRETCH_MIN * max(LEAST_LOSS, ratio - 1)
+    return ratio < COMPARED_BELOW and lost_steps < COMPARED_PART * steps_left
 
 
 def _stretch(step_ms: float) -> int:

@@ -272,9 +272,10 @@ class Splitter:
         `left` are the samples until the end of the run, if known.
         """
         self._num_steps += max(facts.batches for facts in report.ranks)
+        lone = self.lone
         assert self._usual is not None
-        assert self.lone is not None
-        facts = report.ranks[self.lone]
+        assert lone is not None
+        facts = report.ranks[lone]
         is_usual = facts.samples == facts.batches * self._usual.total
         steps_left = None if left is None else left / self._usual.total
         reason = self._alone.alone(report, is_usual=is_usual, steps_left=steps_left)

@@ -240,13 +240,15 @@ class Confer:
 class HandOver:
     """Meet all ranks, who take over everything that training changed on `source`; the result is an AverageReport.
 
-    One rank has worked alone, the others rested: afterwards it is as if all had taken its steps. A driver may put off
-    the taking over until somebody needs it, so that `source` can go on alone in the next segment at no cost.
+    One rank has worked alone, the others rested: afterwards it is as if all had taken its steps. With `may_wait` they
+    take over when all share a step again, merge or lease, if ever: so `source` can go on alone in the next segment at
+    no cost, and nobody else may step before.
     """
 
     source: int
     samples: int
     at: int
+    may_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)

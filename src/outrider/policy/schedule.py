@@ -110,7 +110,7 @@ def _entry(effect: Effect, result: object) -> Entry | None:
             return ["average", samples, _drift(result)]
         case Confer(source, samples):
             return ["confer", source, samples]
-        case HandOver(source, samples, at):
+        case HandOver(source, samples, at, _):
             return ["hand over", source, samples, at]
         case Merge(samples):
             return ["merge", samples]

@@ -397,12 +397,15 @@ class Driver:
         return self._report(settled, kind="confer", is_blocking=True, is_average=False)
 
     def _hand_over(self, effect: HandOver) -> AverageReport:
-        """Announce that `source` has newer state. The copy is deferred to `catch_up()`, which may never run."""
+        """Announce that `source` has newer state; where it may wait, the copy comes with `catch_up()`, if ever."""
         self._lead = Lead(effect.source, at=self.seen + effect.at)
         if self.lags:
             # While it has nothing else to do: the learning rate is told by every rank.
             self._replica.follow_schedule(self._lead.at)
-        return self._confer(Confer(effect.source, effect.samples))
+        report = self._confer(Confer(effect.source, effect.samples))
+        if not effect.may_wait:
+            self.catch_up()
+        return report
 
     def catch_up(self, *, is_training: bool = True) -> float:
         """Bring all ranks up to date with the rank that trained alone, if any; returns what that took, in s.

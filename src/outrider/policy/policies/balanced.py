@@ -55,8 +55,8 @@ def balanced(segment: SegmentContext) -> Policy:
             mine += samples
             decisions = splitter.learn_alone(report, left=segment.run_left(stretch[-1].stop))
             is_common = is_last
-            if not is_common and (splitter.lone != lone or report.ends_segment):
-                yield HandOver(source=lone, samples=0, at=stretch[-1].start)
+            if splitter.lone != lone or (report.ends_segment and not is_last):
+                yield HandOver(source=lone, samples=0, at=stretch[-1].start, may_wait=splitter.lone == lone)
                 is_common = True
         else:
             break
@@ -78,5 +78,5 @@ def _alone(
         for batch in stretch:
             yield Step(batch, at=batch.start)
     if is_last:
-        return (yield HandOver(source=lone, samples=samples, at=stretch[-1].start))
+        return (yield HandOver(source=lone, samples=samples, at=stretch[-1].start, may_wait=True))
     return (yield Confer(source=lone, samples=samples))
