@@ -89,6 +89,35 @@ def test_the_slowest_rank_gets_the_anchor_and_the_others_fill_its_time() -> None
     )
 
 
+def test_a_probe_follows_a_short_measurement_of_the_devices() -> None:
+    planner = planner_of()
+    planner.hint((1.0, 0.1))
+    plan = planner.window(PLENTY)
+    assert plan.batches == (20, 2)
+    assert plan.reason == "probe, in proportion to a short measurement of the devices"
+    assert planner.share(0) == pytest.approx(10 / 11)
+    assert planner.window(60).batches == (6, 0)
+
+
+def test_a_measurement_of_similar_devices_changes_nothing() -> None:
+    planner = planner_of()
+    planner.hint((1.0, 0.7))
+    assert planner.window(PLENTY).batches == (2, 2)
+
+
+def test_what_was_measured_counts_only_until_paces_are_known() -> None:
+    planner = planner_of()
+    planner.hint((1.0, 0.1))
+    run(planner, 2, [10.0, 20.0])
+    assert planner.window(PLENTY).batches[0] == 2 * planner.window(PLENTY).batches[1]
+
+
+def test_speed_hints_of_the_user_count_more_than_a_measurement() -> None:
+    planner = planner_of(speed_hints=(2.5, 1.0), anchor=10)
+    planner.hint((0.1, 1.0))
+    assert planner.window(PLENTY).batches == (25, 10)
+
+
 def test_speed_hints_replace_the_probe() -> None:
     plan = planner_of(speed_hints=(2.5, 1.0), anchor=10).window(PLENTY)
     assert (plan.batches, plan.reason) == ((25, 10), "rank 1 sets the pace by speed_hints, rounding wastes 0.0%")

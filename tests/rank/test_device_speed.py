@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import outrider
-from outrider.rank.device_speed import LEAST_SPEED, measured_speed, relative_speeds
+from outrider.policy.weights import LEAST_SPEED, relative_speeds
+from outrider.rank.device_speed import measured_speed
 
 
 def test_a_device_has_a_speed() -> None:
@@ -31,19 +32,18 @@ def first_speeds(folder: Path, **options: Any) -> list[list[float]]:
         nn.Linear(4, 1),
         lambda parameters: torch.optim.SGD(parameters, 0.1),
         step,
-        (torch.ones(64, 4),),
-        batch_size=16,
+        (torch.ones(256, 4),),
         devices="cpu,cpu@0.1",
         threads_per_rank=1,
         run_dir=folder / "run",
-        **options,
+        **{"batch_size": 16, **options},
     ).join()
     events = json.loads((folder / "run" / "timeline.json").read_text())["events"]
     return [event["value"] for event in events if event["kind"] == "speeds"]
 
 
-@pytest.mark.parametrize("policy", ["auto", "balanced"])
-def test_ranks_that_share_batches_agree_on_their_speeds(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["auto", "balanced", "async", "cadence"])
+def test_ranks_that_share_out_batches_agree_on_their_speeds(tmp_path: Path, policy: str) -> None:
     first, second = first_speeds(tmp_path, policy=policy)
     assert first == second
     assert first[0] == 1.0
@@ -51,7 +51,21 @@ def test_ranks_that_share_batches_agree_on_their_speeds(tmp_path: Path, policy: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"policy": "async"}, {"policy": "sync"}, {"shares": (1.0, 1.0), "policy": "balanced"}]
+    "options",
+    [
+        {"policy": "sync"},
+        {"policy": "independent"},
+        {"shares": (1.0, 1.0), "policy": "balanced"},
+        {"speed_hints": (1.0, 1.0), "policy": "async"},
+    ],
 )
 def test_where_nothing_is_split_by_speed_nothing_is_measured(tmp_path: Path, options: dict[str, Any]) -> None:
     assert first_speeds(tmp_path, **options) == []
+
+
+def test_the_first_window_is_planned_by_them(tmp_path: Path) -> None:
+    first_speeds(tmp_path, policy="cadence", batch_size=2)
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["events"]
+    plan = next(event for event in events if event["kind"] == "plan")
+    assert plan["reason"] == "probe, in proportion to a short measurement of the devices"
+    assert plan["value"][0] > plan["value"][1] == 2

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from outrider.errors import ConfigError
 
+LEAST_SPEED = 1 / 16
+"""Of the fastest: a short measurement says little about the model, and a rank without samples cannot be measured."""
+
 
 def weights(samples: Sequence[int]) -> tuple[float, ...]:
     """Each rank's part of all samples since the last average; all zero when nobody moved."""
@@ -35,3 +38,9 @@ def proportions(name: str, values: Sequence[float], *, world_size: int) -> tuple
         )
     total = math.fsum(values)
     return tuple(value / total for value in values)
+
+
+def relative_speeds(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Speeds as parts of the fastest, none below `LEAST_SPEED`."""
+    fastest = max(speeds)
+    return tuple(max(LEAST_SPEED, speed / fastest) for speed in speeds)

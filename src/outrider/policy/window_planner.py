@@ -18,6 +18,7 @@ from outrider.policy.effects import AverageReport, Decision, RankFacts, num_batc
 from outrider.policy.guard import Guard
 from outrider.policy.pace import Pace
 from outrider.policy.uneven_batches import deal_by_size
+from outrider.policy.weights import proportions
 from outrider.policy.window_plan import PlannerConfig, WindowPlan, deal
 
 __all__ = ["PlannerConfig", "WindowPlan", "WindowPlanner"]
@@ -25,6 +26,8 @@ __all__ = ["PlannerConfig", "WindowPlan", "WindowPlanner"]
 PROBE_BATCHES = 2
 # What is left after a full window is merged into it when it is smaller than this part of a window.
 STUB = 0.5
+# A short measurement of the devices does not tell speeds apart that are closer than this.
+LEAST_HINT = 1.5
 # A settled plan is kept while no rank is off by more than a batch (or this part) and a new one saves little.
 DEAD_ZONE_PART = 0.05
 DEAD_ZONE_WASTE = 0.005
@@ -61,6 +64,7 @@ class WindowPlanner:
         self._guard = Guard(config.drift_threshold)
         self._num_reports = 0
         self._costs: list[AverageCost] = []
+        self._rough_paces: tuple[float, ...] | None = None
         self._settled = self._settle(None)
         self._shares = self._speed_shares()
 
@@ -99,6 +103,15 @@ class WindowPlanner:
         if left == 0 or left >= max(full.total * STUB, min(2, *self._config.sizes)):
             return full
         return self._last_window(remaining, full.anchor)
+
+    def hint(self, speeds: Sequence[float]) -> None:
+        """Probe with batches in proportion to speeds that nobody gave, but that were measured otherwise.
+
+        With as many batches each, a fast rank waits for the slow ones: at ten times their speed, for most of the probe.
+        """
+        if max(speeds) >= LEAST_HINT * min(speeds):
+            self._rough_paces = self._paces_at(proportions("speeds", speeds, world_size=self._config.world_size))
+            self._shares = self._speed_shares()
 
     def learn(self, report: AverageReport) -> list[Decision]:
         """Take in what all ranks did since the last report; returns what changed, for the timeline."""
@@ -171,6 +184,8 @@ class WindowPlanner:
         if planned is not None:
             return planned
         known = [pace.ms for pace in self._paces if pace.ms is not None]
+        if not known and self._rough_paces is not None:
+            return self._rough_paces
         typical = fmean(known) if known else 1.0
         return tuple(typical if pace.ms is None else pace.ms for pace in self._paces)
 
@@ -184,8 +199,7 @@ class WindowPlanner:
 
     def _full_window(self, run_left: int | None) -> WindowPlan:
         if self._settled is None:
-            batches = (PROBE_BATCHES,) * self._config.world_size
-            return self._plan(batches, self._anchor.value, f"probe of {PROBE_BATCHES} batches each: no pace known yet")
+            return self._probe()
         paces = self._guessed_paces()
         slowest = max(range(len(paces)), key=paces.__getitem__)
         batches = self._near_end(self._settled.batches, paces, slowest=slowest, run_left=run_left)
@@ -194,6 +208,16 @@ class WindowPlanner:
         if batches != self._settled.batches:
             reason += f"; shorter, since {run_left} samples of the run are left"
         return self._plan(batches, batches[slowest], reason)
+
+    def _probe(self) -> WindowPlan:
+        """A first window, of which nothing is known but perhaps a short measurement of the devices."""
+        if self._rough_paces is None:
+            batches = (PROBE_BATCHES,) * self._config.world_size
+            reason = f"probe of {PROBE_BATCHES} batches each: no pace known yet"
+        else:
+            batches = batches_at(PROBE_BATCHES, self._rough_paces, max_batch_diff=self._config.max_batch_diff)
+            reason = "probe, in proportion to a short measurement of the devices"
+        return self._plan(batches, self._anchor.value, reason)
 
     def _near_end(
         self, batches: tuple[int, ...], paces: tuple[float, ...], *, slowest: int, run_left: int | None

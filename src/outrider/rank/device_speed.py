@@ -1,7 +1,8 @@
 """Measures in a few milliseconds how fast each rank's device multiplies, so that the first batch is split well.
 
 An even split of the first steps makes the fast device wait for the slow one: beside a device of a tenth of its speed
-each such step takes five times as long. Called by `RankLife` before the first step; from then on real steps count.
+each such step takes five times as long; equal first windows do the same. Called by `RankLife` before the first step;
+from then on real steps count.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import time
 
 import torch
 
-LEAST_SPEED = 1 / 16
-"""Of the fastest; a product says little about the model, and a rank without samples could not be measured."""
 REPEATS = 5
 _SIDE = {"cuda": 2048, "cpu": 256}
 _PRODUCTS = {"cuda": 4, "cpu": 8}
@@ -32,9 +31,3 @@ def measured_speed(device: torch.device) -> float:
             torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - started_s)
     return products * side**3 / best_s
-
-
-def relative_speeds(speeds: list[float]) -> tuple[float, ...]:
-    """Speeds as parts of the fastest, none below a sixteenth."""
-    fastest = max(speeds)
-    return tuple(max(LEAST_SPEED, speed / fastest) for speed in speeds)

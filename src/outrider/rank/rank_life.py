@@ -20,10 +20,11 @@ from outrider.policy.effects import AverageReport, Decision, Lease, Seat
 from outrider.policy.policies import open_policy
 from outrider.policy.policy_chooser import PolicyChooser
 from outrider.policy.remaining import Remaining
+from outrider.policy.weights import relative_speeds
 from outrider.policy.window_planner import WindowPlanner
 from outrider.rank.averages import Averages, make_averages
 from outrider.rank.device_clock import DeviceClocks
-from outrider.rank.device_speed import measured_speed, relative_speeds
+from outrider.rank.device_speed import measured_speed
 from outrider.rank.driver import Driver, Segment
 from outrider.rank.epoch_accounting import EpochAccounting, open_leases
 from outrider.rank.layout_watch import set_trained
@@ -109,6 +110,7 @@ class RankLife:
         self._checkpoints = Checkpoints(link, world, self.folder, config=config, recorder=self.recorder)
         self._epoch_log = EpochLog(self.folder)
         self._planners: dict[int, WindowPlanner] = {}
+        self._speeds: tuple[float, ...] | None = None
         self._first_s: float | None = None
         self._num_segments = 0
         self._averages: Averages | None = None
@@ -201,16 +203,26 @@ class RankLife:
         self._averages.restore(None if resumed is None else resumed.average)
         if resumed is not None and resumed.needs_common_optimizer:
             self._averages.hand_over(0, at=0)
-        if self.recipe.policy_spec.batch_is_global and self.splitter.needs_hints:
+        if self._needs_speeds(resumed):
             self._measure_devices()
         return resumed
 
+    def _needs_speeds(self, resumed: Resumed | None) -> bool:
+        """Whether batches are to be shared out by speeds of which nothing is known."""
+        spec = self.recipe.policy_spec
+        if spec.batch_is_global:
+            return self.splitter.needs_hints
+        is_known = resumed is not None and resumed.is_same_world
+        is_given = self.recipe.shares is not None or self.recipe.speed_hints is not None
+        return self.world.size > 1 and spec.averages and not spec.shares_steps and not is_known and not is_given
+
     def _measure_devices(self) -> None:
-        """Tell the splitter how fast the devices are, before any of them has taken a step; all ranks call this."""
+        """Tell planners and splitter how fast the devices are, before any has taken a step; all ranks call this."""
         own = measured_speed(self.world.device) * self.world.spec.speed
         speeds = relative_speeds(self.world.exchange_json(own, name="speeds", what="the speeds of the devices"))
         self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds])
         self.splitter.hint(speeds)
+        self._speeds = speeds
 
     def _go_back(self, resumed: Resumed) -> None:
         progress = resumed.progress
@@ -250,6 +262,8 @@ class RankLife:
         if batch_size not in self._planners:
             config = self.recipe.planner_config(self.world.size, batch_size=batch_size)
             self._planners[batch_size] = WindowPlanner(config)
+            if self._speeds is not None:
+                self._planners[batch_size].hint(self._speeds)
         return self._planners[batch_size]
 
     def begin_record(self) -> None:

@@ -17,6 +17,7 @@ from outrider.policy.effects import AverageReport, Decision, Lease, Policy, Seat
 from outrider.policy.ledger import Ledger
 from outrider.policy.policies import PolicySpec, open_policy, policy_spec
 from outrider.policy.policy_chooser import PolicyChooser
+from outrider.policy.weights import relative_speeds
 from outrider.policy.window_planner import PlannerConfig, WindowPlan, WindowPlanner
 from outrider.virtual.virtual_clock import Costs, RankClock, VirtualClock
 
@@ -29,6 +30,10 @@ class DeviceSpeed:
     fixed_ms: float = 0.0
     jitter: float = 0.0
     """Standard deviation of the logarithm of a step's time: 0.1 is about ±10 %."""
+
+    def step_ms(self, samples: int) -> float:
+        """What a step takes without jitter."""
+        return self.fixed_ms + samples * self.per_sample_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +233,9 @@ class _SimulatedWorld:
         self._planner = _SharedPlanner(_planner_config(policy, scenario))
         self._splitter = _OneForAllSplitter(world_size=self._size, may_rest=scenario.may_rest)
         self._chooser = _OneForAllChooser(world_size=self._size)
+        speeds = relative_speeds([1 / one.step_ms(scenario.batch_size) for one in scenario.speeds])
+        self._planner.hint(speeds)
+        self._splitter.hint(speeds)
         self._costs = _costs(policy, scenario)
         self.clocks = [RankClock() for _ in scenario.speeds]
         self.windows = 0
@@ -303,7 +311,7 @@ def _step_times(speeds: Sequence[DeviceSpeed], *, seed: int) -> Callable[[int, i
 
     def step_ms(rank: int, samples: int) -> float:
         speed = speeds[rank]
-        mean_ms = speed.fixed_ms + samples * speed.per_sample_ms
+        mean_ms = speed.step_ms(samples)
         return mean_ms * math.exp(generators[rank].gauss(0.0, speed.jitter)) if speed.jitter else mean_ms
 
     return step_ms
@@ -313,10 +321,7 @@ def _outcome(policy: PolicySpec, scenario: Scenario, world: _SimulatedWorld) -> 
     clocks: Sequence[RankClock] = world.clocks
     wall_ms = max(clock.now_ms for clock in clocks)
     total_ms = wall_ms * len(clocks)
-    alone = [
-        scenario.batch_size / (speed.fixed_ms + scenario.batch_size * speed.per_sample_ms) * 1e3
-        for speed in scenario.speeds
-    ]
+    alone = [scenario.batch_size / speed.step_ms(scenario.batch_size) * 1e3 for speed in scenario.speeds]
     idle_at_end_ms = sum(wall_ms - clock.now_ms for clock in clocks)
     return Outcome(
         policy=policy.name,
