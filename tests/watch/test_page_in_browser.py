@@ -116,6 +116,9 @@ def test_no_width_scrolls_sideways_or_cuts_numbers_off(page: Page, fake_run: Fak
     fake_run.event(0, kind="transport", value="shared memory", bytes=123_456_789)
     fake_run.event(0, kind="plan", value=[4, 2], reason="paces", anchor=1_234)
     fake_run.event(0, kind="average end", window=3, ms=4.0, drift=0.0012)
+    fake_run.record("running", parameters=5)
+    apart = FakeRun(fake_run.folder.parent / "apart")
+    apart.record("finished", policy="independent", parameters=5, totals={"samples_per_s": 1_000.0})
     page.resize(width)
     page.open(serve(fake_run.folder))
     page.wait(f"charts.loss.plot.width <= {width}")
@@ -123,6 +126,7 @@ def test_no_width_scrolls_sideways_or_cuts_numbers_off(page: Page, fake_run: Fak
     cut = "[...document.querySelectorAll('.fact b')].filter(b => b.scrollWidth > b.clientWidth).map(b => b.textContent)"
     assert page.ask(cut) == []
     assert "123 MB" in page.text("facts")
+    assert "of independent" in page.text("facts")
 
 
 def test_dark_mode_changes_page_and_charts(page: Page, fake_run: FakeRun, serve: Serve) -> None:

@@ -284,13 +284,18 @@ class RankLife:
         options = described.pop("options")
         return {**options, **described, "backend": self.backend, "world_size": self.world.size, "commit": self.commit}
 
+    @property
+    def parameters(self) -> int:
+        """Those that are trained."""
+        return self.driver.averages.sizes.trained
+
     def _described(self) -> dict[str, Any]:
         """What decides which forecast is for this run."""
         return {
             "policy": self.recipe.policy_spec.name,
             "devices": self.devices,
             "num_samples": self.num_samples,
-            "parameters": self.driver.averages.sizes.trained,
+            "parameters": self.parameters,
             "options": recipes.settings(self.recipe) | configs.settings(self.config) | self.loop_options,
         }
 

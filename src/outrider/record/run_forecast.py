@@ -13,27 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from outrider.record.run_folder import RunFolder, make_folder, write_text
+from outrider.timeline.same_work import AVERAGE_OPTIONS, STEP_OPTIONS
 
 FORECAST = "forecast.json"
 ADVICE = Path("runs") / "advice"
 """Below the working folder, beside the runs."""
-SPEED_OPTIONS = (
-    "batch_size",
-    "accumulate",
-    "micro_batch",
-    "precision",
-    "execution",
-    "memory_format",
-    "fused_optimizer",
-    "tf32",
-    "workers",
-    "resident",
-    "threads_per_rank",
-    "wire",
-    "verify",
-    "average_optimizer",
-    "backend",
-)
+SPEED_OPTIONS = (*STEP_OPTIONS, *AVERAGE_OPTIONS)
 """A forecast is for runs in which these are the same."""
 
 

@@ -40,6 +40,9 @@ class Recorded(Protocol):
     @property
     def num_samples(self) -> int: ...
 
+    @property
+    def parameters(self) -> int: ...
+
 
 def environment() -> dict[str, Any]:
     """Versions and hardware on which the numbers depend."""
@@ -86,6 +89,7 @@ def write_record(folder: RunFolder, run: Recorded, *, status: str) -> None:
             "backend": run.backend,
             "devices": run.devices,
             "num_samples": run.num_samples,
+            "parameters": run.parameters,
             "options": recipes.settings(run.recipe) | configs.settings(run.config) | run.loop_options,
             "environment": environment(),
             "commit": run.commit,

@@ -14,6 +14,7 @@ from outrider.errors import DataError
 from outrider.timeline.bounded_file import LIVE
 from outrider.timeline.recorder import EVENTS
 from outrider.timeline.timeline_files import RECORD, encoded
+from outrider.watch.ceiling import CeilingSearch
 from outrider.watch.run_reader import RunReader
 from outrider.watch.run_view import view
 
@@ -41,6 +42,7 @@ class RunCatalog:
         self._is_one = False
         self._readers: dict[str, RunReader] = {}
         self._texts: dict[str, tuple[float, str]] = {}
+        self._ceilings: CeilingSearch | None = None
 
     def names(self) -> list[str]:
         """The newest run first."""
@@ -70,7 +72,10 @@ class RunCatalog:
     def _read(self, name: str, names: list[str]) -> str:
         reader = self._reader(name)
         reader.refresh()
-        content: dict[str, Any] = view(reader) | {"names": names}
+        if self._ceilings is None:
+            self._ceilings = CeilingSearch(self._folder.resolve().parent if self._is_one else self._folder)
+        ceiling = self._ceilings.of(reader.folder, reader.record)
+        content: dict[str, Any] = view(reader, ceiling=ceiling) | {"names": names}
         return encoded(content).decode().rstrip()
 
     def _reader(self, name: str) -> RunReader:

@@ -13,6 +13,7 @@ from typing import Any
 from outrider.timeline.live_verdict import RECENT_S, LiveVerdict, judge
 from outrider.timeline.pulses import Pulse
 from outrider.timeline.rank_load import RankLoad, load_of, since, world_load
+from outrider.watch.ceiling import Ceiling
 from outrider.watch.run_reader import NEWEST_PULSES, RunReader
 from outrider.watch.run_series import series, width_s
 
@@ -30,8 +31,8 @@ _AT_END = {
 }
 
 
-def view(reader: RunReader) -> dict[str, Any]:
-    """Everything that a page shows."""
+def view(reader: RunReader, *, ceiling: Ceiling | None = None) -> dict[str, Any]:
+    """Everything that a page shows; `ceiling` is what the devices do without averages, where that is known."""
     now_s = reader.now_s()
     recent = {
         # After its end a run is shown as a whole.
@@ -47,7 +48,7 @@ def view(reader: RunReader) -> dict[str, Any]:
     return {
         "run": _run(reader, now_s),
         "verdict": asdict(verdict_of(reader, now_s)),
-        "totals": _totals(reader, recent, paces),
+        "totals": _totals(reader, recent, paces, ceiling),
         "ranks": [_rank(reader, rank, load, recent, paces.get(rank)) for rank, load in recent.items()],
         "lanes": {rank: _lane(known, now_s) for rank, known in sorted(reader.pulses.items())},
         "lane_s": _lane_s(reader, now_s),
@@ -148,7 +149,9 @@ def _run(reader: RunReader, now_s: float) -> dict[str, Any]:
     }
 
 
-def _totals(reader: RunReader, recent: Mapping[int, RankLoad], paces: Mapping[int, float]) -> dict[str, Any]:
+def _totals(
+    reader: RunReader, recent: Mapping[int, RankLoad], paces: Mapping[int, float], ceiling: Ceiling | None
+) -> dict[str, Any]:
     world = world_load(recent, paces=paces)
     averages = sum(load.averages for load in recent.values())
     average_s = sum(load.average_s for load in recent.values()) / averages if averages else None
@@ -157,6 +160,8 @@ def _totals(reader: RunReader, recent: Mapping[int, RankLoad], paces: Mapping[in
         "pace_sum": world.pace_sum,
         "efficiency": world.efficiency,
         "gain": world.gain if len(recent) > 1 else None,
+        "of_ceiling": None if ceiling is None or world.rate is None else world.rate / ceiling.rate,
+        "ceiling_run": None if ceiling is None else ceiling.run,
         "average_ms": None if average_s is None else average_s * 1e3,
         "average_bytes": reader.average_bytes,
         "anchor": (reader.plan or {}).get("anchor"),
