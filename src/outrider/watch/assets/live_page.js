@@ -89,7 +89,7 @@ function showFacts(view) {
     [significant(last, 4), "loss"],
     isKnown(view.run.eval) && [significant(view.run.eval, 4), "eval"],
     isKnown(totals.efficiency) && [percent(totals.efficiency), "efficiency", "samples/s of all, against the sum of the ranks' own paces"],
-    isKnown(totals.of_ceiling) && [percent(totals.of_ceiling), "of independent", `samples/s of all, against ${totals.ceiling_run}: the same work on the same devices without averages`],
+    isKnown(totals.of_ceiling) && [percent(totals.of_ceiling), "of ceiling", `samples/s of all, against ${totals.ceiling_run}: the same work on the same devices without averages`],
     isKnown(totals.gain) && [significant(totals.gain) + "×", "gain", "samples/s of all, against the fastest rank's own pace"],
     isKnown(totals.average_ms) && [significant(totals.average_ms) + " ms", "per average", "waits for others included"],
     isKnown(totals.average_bytes) && [bytes(totals.average_bytes), "averaged", "what each rank contributes to an average of parameters"],
