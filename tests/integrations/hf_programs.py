@@ -500,3 +500,54 @@ def _refusal(arguments: dict[str, Any], options: dict[str, Any], dataset: Any) -
     if session is not None:
         session.close()
     return told
+
+
+class Translating(OutriderMixin, transformers.Seq2SeqTrainer):
+    """A Trainer class that is not ours, which generates texts when it evaluates."""
+
+
+def exactness(prediction: Any) -> dict[str, float]:
+    """Of generated tokens, the part that is right: depends on the order of the data set."""
+    labels, guesses = prediction.label_ids, prediction.predictions[:, 1:]
+    width = min(labels.shape[1], guesses.shape[1])
+    return {"count": len(guesses), "right": float((guesses[:, :width] == labels[:, :width]).mean())}
+
+
+def translate(*, policy: str | None = "balanced") -> dict[str, Any]:
+    """Learn to reverse texts with an encoder and a decoder; policy None: with the Trainer of transformers alone."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    tokens = {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **tokens))
+    texts = torch.randint(2, VOCABULARY, (NUM_SAMPLES, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": text, "labels": text.flip(0)} for text in texts]
+    watching = Watching()
+    arguments = transformers.Seq2SeqTrainingArguments(
+        output_dir="out",
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        logging_steps=5,
+        eval_strategy="epoch",
+        save_strategy="no",
+        learning_rate=1e-2,
+        predict_with_generate=True,
+        generation_max_length=9,
+        seed=3,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    shared: dict[str, Any] = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": data,
+        "eval_dataset": data[:NUM_EVALUATED],
+        "compute_metrics": exactness,
+        "callbacks": [watching],
+    }
+    if policy is None:
+        trainer: transformers.Trainer = transformers.Seq2SeqTrainer(**shared)
+    else:
+        trainer = Translating(**shared, session_options={"policy": policy})
+    trainer.train()
+    return {"weights": fingerprint(model), "logs": watching.logs}

@@ -247,6 +247,16 @@ def test_the_cpu_is_refused_where_the_session_has_a_card(tmp_path: Path) -> None
         refuse_device(args, session)
 
 
+def test_a_seq2seq_trainer_learns_and_generates_as_it_does_alone(tmp_path: Path) -> None:
+    alone = run_ranks("translate", folder=tmp_path / "plain", policy=None)[0]
+    ranks = run_ranks("translate", folder=tmp_path / "ranks", devices=UNEQUAL, policy="balanced")
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+    evaluated = [log for log in ranks[0]["logs"] if "eval_right" in log]
+    assert [log["eval_count"] for log in evaluated] == [21, 21]
+    assert numbers(ranks[0]["logs"]) == pytest.approx(numbers(alone["logs"]), rel=1e-2)
+
+
 def test_every_rank_evaluates_everything_that_it_generates(tmp_path: Path) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(8)), batch_size=2)
     for generates in (False, True):
