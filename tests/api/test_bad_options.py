@@ -107,6 +107,10 @@ def words_of(start: Callable[[], outrider.Run]) -> str:
             "evaluate was given without eval_dataset\nhint: pass eval_dataset=test_set",
         ),
         ({"eval_dataset": [1]}, "eval_dataset was given without evaluate\nhint: pass evaluate=accuracy"),
+        (
+            {"evaluate": print, "eval_dataset": []},
+            "eval_dataset is empty\nhint: check its path, split or filter, or leave evaluate out",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

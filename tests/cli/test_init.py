@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -32,3 +33,10 @@ def test_an_unknown_template_gets_the_nearest(tmp_path: Path) -> None:
         "unknown template 'flows'\nhint: did you mean flow? templates are loop, train, flow, ray"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_project_for_ray_says_that_ray_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["stripes", "--directory", str(tmp_path), "--template", "ray"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(app, command)
+    assert result.stderr.splitlines()[0] == 'ray is not installed here: pip install "outrider[ray]"'

@@ -28,6 +28,7 @@ class Rester:
     """A splitter that leaves stretches of two batches to one rank, for so many of them; at first to `lone`."""
 
     stretch = 2
+    is_exploring = False
 
     def __init__(self, *, stretches: int, lone: Sequence[int] = (0,)) -> None:
         self.left = stretches

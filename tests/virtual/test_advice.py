@@ -187,7 +187,7 @@ def test_the_text_of_many_devices_has_a_row_per_choice() -> None:
 
 
 def test_the_text_says_what_a_device_that_is_left_out_would_bring() -> None:
-    assert "not worth it: cpu@0.02, with it 0.97 times as fast at best" in str(advised({"cpu": 8.0, "cpu@0.02": 400.0}))
+    assert "not worth it: cpu@0.02, with it 0.98 times as fast at best" in str(advised({"cpu": 8.0, "cpu@0.02": 400.0}))
 
 
 def test_the_document_survives_json() -> None:

@@ -36,11 +36,21 @@ def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
             f"eval_dataset is {type(told['eval_dataset']).__name__}, an iterable data set",
             hint="make it a list of its samples: eval_dataset=list(stream)",
         )
+    if _is_empty(told.get("eval_dataset")):
+        raise ConfigError("eval_dataset is empty", hint="check its path, split or filter, or leave evaluate out")
     if is_stream(dataset) or told.get("length") is not None:
         told |= _of_stream(dataset, told)
     if told.get("order") is not None:
         told |= _of_order(told)
     return dataset if loading is None else LoadedData(dataset=dataset, loading=loading), told
+
+
+def _is_empty(dataset: Any) -> bool:
+    """Whether a data set says that it has no samples; a function that returns one is asked later."""
+    try:
+        return dataset is not None and len(dataset) == 0
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def _of_loader(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Parses, calls, prints; the project is made by outrider.scaffold. Needs no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -34,4 +35,6 @@ def init(
 
     path = create_project(name, parent=directory, template=template)
     typer.echo(str(path))
+    if template == "ray" and importlib.util.find_spec("ray") is None:
+        typer.echo('ray is not installed here: pip install "outrider[ray]"', err=True)
     typer.echo(f"next: make -C {shlex.quote(str(path))} train", err=True)

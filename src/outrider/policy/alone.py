@@ -17,6 +17,9 @@ from outrider.policy.step_cost import Cost
 
 SHARED_STEPS = 16
 """As many are measured before they are judged."""
+# Where a rank alone would take at most this part of a shared step, these are enough.
+CLEAR_SHARED_STEPS = 4
+CLEARLY_QUICKER = 0.85
 # Fitted while others computed too, the time of a rank alone comes out too long: where it is close, it is tried.
 TRIED_BELOW = 1.15
 # Devices that share cores, memory or a bus slow each other down, so where the run is long enough to pay for it, a rank
@@ -112,13 +115,15 @@ class Alone:
         """Take in a usual shared step, of `total` samples; the reason, where a rank goes on alone."""
         self._left -= 1
         self.measure(report)
-        if len(self._shared_ms) < SHARED_STEPS or self._left > 0:
+        if len(self._shared_ms) < CLEAR_SHARED_STEPS or self._left > 0:
             return None
         times_ms = [
             min(cost.fixed_ms + cost.per_sample_ms * total, at_most_ms)
             for cost, at_most_ms in zip(costs, self._at_most_ms or [math.inf] * len(costs), strict=True)
         ]
         alone_ms = min(times_ms)
+        if len(self._shared_ms) < SHARED_STEPS and alone_ms > CLEARLY_QUICKER * self._shared:
+            return None
         is_close = alone_ms < TRIED_BELOW * self._shared
         if not is_close and not self._may_be_tried_once(alone_ms, steps_left):
             self._left = SHARED_STEPS
@@ -202,7 +207,9 @@ class Alone:
         rank, is_first, now_ms = self.rank, self.rank not in self._alone_ms, self._expected_ms
         self._alone_ms[rank] = now_ms
         best_ms, best = min((ms, other) for other, ms in self._alone_ms.items())
-        untried = [(ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
+        # While all shared, ranks slowed each other down: others will gain by working alone as this one did.
+        gain = min(1.0, best_ms / self._thought_ms[best]) if self._thought_ms else 1.0
+        untried = [(gain * ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
         other_ms, other = min(untried, default=(math.inf, rank))
         if _is_worth_a_trial(other_ms / min(best_ms, self._shared), steps_left):
             self._enter(other, other_ms)

@@ -206,6 +206,11 @@ class Splitter:
         """How many of them, before all meet again."""
         return self._alone.stretch
 
+    @property
+    def is_exploring(self) -> bool:
+        """Whether splits are varied, one after the other."""
+        return self._exploring_left > 0 and self._shares is None
+
     def next(self, total: int, *, is_usual: bool = True) -> Split:
         """The split of the next step; the same until something is learned."""
         split = self._usual

@@ -26,7 +26,7 @@ from outrider.policy.effects import (
 from outrider.policy.policy_spec import SegmentContext
 
 STEPS_AHEAD = 2
-"""Splits are decided this many steps early, so that workers can fetch what comes."""
+"""Splits are decided this many steps early, so that workers can fetch what comes; not while each step tries another."""
 
 
 def balanced(segment: SegmentContext) -> Policy:
@@ -37,7 +37,8 @@ def balanced(segment: SegmentContext) -> Policy:
     mine = 0
     is_common = False
     while True:
-        while splitter.lone is None and len(coming) < STEPS_AHEAD and (whole := next(wholes, None)) is not None:
+        ahead = 1 if splitter.is_exploring else STEPS_AHEAD
+        while splitter.lone is None and len(coming) < ahead and (whole := next(wholes, None)) is not None:
             split = splitter.next(whole.count, is_usual=whole.count <= seat.batch_size)
             batch = split.batch(seat.rank, whole.start)
             coming.append((whole, batch))
