@@ -39,9 +39,9 @@ CLEAR_STEPS = 2
 # Who of several takes the least time is clear where the next one takes so many times as long.
 CLEARLY_FASTER = 1.25
 # Shared steps do not tell similar ranks apart. Another rank is tried alone too where that costs at most this part of
-# the rest of the run, even if it should take up to so many times as long; whoever takes less time stays.
+# the time until all are tried again, even if it should take up to so many times as long; whoever takes less time stays.
 COMPARED_PART = 0.01
-COMPARED_BELOW = 2.0
+COMPARED_BELOW = 4.0
 LEAST_LOSS = 0.1
 """Of a step that another rank takes on trial: it is handed the model, and hands it back."""
 # Once compared, a rank alone gives way to another that takes at most this part of its time.
@@ -211,7 +211,8 @@ class Alone:
         gain = min(1.0, best_ms / self._thought_ms[best]) if self._thought_ms else 1.0
         untried = [(gain * ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
         other_ms, other = min(untried, default=(math.inf, rank))
-        if _is_worth_a_trial(other_ms / min(best_ms, self._shared), steps_left):
+        steps = self._left if steps_left is None else min(self._left, steps_left)
+        if _is_worth_a_trial(other_ms / min(best_ms, self._shared), steps):
             self._enter(other, other_ms)
             return f"rank {rank} alone takes {now_ms:.2f} ms, rank {other} perhaps {other_ms:.2f} ms"
         if best_ms > self._shared:
@@ -264,12 +265,10 @@ def _step_ms(report: AverageReport) -> float:
     return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
 
 
-def _is_worth_a_trial(ratio: float, steps_left: float | None) -> bool:
-    """Whether to try a rank that should take `ratio` times as long as what is known."""
-    if steps_left is None or ratio < GIVES_WAY_BELOW:
-        return ratio < COMPARED_BELOW
+def _is_worth_a_trial(ratio: float, steps: float) -> bool:
+    """Whether to try a rank that should take `ratio` times as long as what is known, with so many steps to come."""
     lost_steps = 2 * STRETCH_MIN * max(LEAST_LOSS, ratio - 1)
-    return ratio < COMPARED_BELOW and lost_steps < COMPARED_PART * steps_left
+    return ratio < GIVES_WAY_BELOW or (ratio < COMPARED_BELOW and lost_steps < COMPARED_PART * steps)
 
 
 def _stretch(step_ms: float) -> int:
