@@ -291,6 +291,7 @@ class PeerRank:
                 "backend": self.setting.backend,
                 "devices": self.setting.devices,
                 "num_samples": self.feed.num_samples,
+                "parameters": sum(one.numel() for one in self.replica.model.parameters() if one.requires_grad),
                 "options": self.options,
                 "environment": environment(),
                 "commit": self.commit,
