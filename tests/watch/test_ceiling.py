@@ -30,7 +30,7 @@ def compared(fake_run: FakeRun) -> FakeRun:
 
 def found(run: FakeRun) -> Ceiling | None:
     record = json.loads((run.folder / "record.json").read_text())
-    return CeilingSearch(run.folder.parent).of(run.folder, record)
+    return CeilingSearch(run.folder.parent).of(run.folder.name, record)
 
 
 def test_the_rate_of_the_same_work_without_averages_is_the_ceiling(compared: FakeRun) -> None:
@@ -78,7 +78,7 @@ def test_a_search_is_not_repeated_at_every_look(compared: FakeRun, monkeypatch: 
     monkeypatch.setattr(ceiling, "read_record", lambda folder: looks.append(folder) or {})
     record = json.loads((compared.folder / "record.json").read_text())
     search = CeilingSearch(compared.folder.parent)
-    assert [search.of(compared.folder, record) for _ in range(5)] == [None] * 5
+    assert [search.of(compared.folder.name, record) for _ in range(5)] == [None] * 5
     assert len(looks) == 1
 
 
@@ -97,4 +97,4 @@ def test_real_runs_are_compared(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "async" / "record.json").read_text())
     assert record["parameters"] == 5
     told = json.loads((tmp_path / "independent" / "record.json").read_text())["totals"]["samples_per_s"]
-    assert CeilingSearch(tmp_path).of(tmp_path / "async", record) == Ceiling(run="independent", rate=told)
+    assert CeilingSearch(tmp_path).of("async", record) == Ceiling(run="independent", rate=told)

@@ -42,8 +42,8 @@ CLEARLY_FASTER = 1.25
 # the time until all are tried again, even if it should take up to so many times as long; whoever takes less time stays.
 COMPARED_PART = 0.01
 COMPARED_BELOW = 4.0
-LEAST_LOSS = 0.1
-"""Of a step that another rank takes on trial: it is handed the model, and hands it back."""
+SUMS_HANDED_OVER = 6
+"""What a trial moves, in sums of gradients: the model and its optimizer state, about three, there and back."""
 # Once compared, a rank alone gives way to another that takes at most this part of its time.
 GIVES_WAY_BELOW = 0.9
 
@@ -212,7 +212,7 @@ class Alone:
         untried = [(gain * ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
         other_ms, other = min(untried, default=(math.inf, rank))
         steps = self._left if steps_left is None else min(self._left, steps_left)
-        if _is_worth_a_trial(other_ms / min(best_ms, self._shared), steps):
+        if self._is_worth_a_trial(other_ms, min(best_ms, self._shared), steps):
             self._enter(other, other_ms)
             return f"rank {rank} alone takes {now_ms:.2f} ms, rank {other} perhaps {other_ms:.2f} ms"
         if best_ms > self._shared:
@@ -224,6 +224,14 @@ class Alone:
             self._enter(best, best_ms)
             return f"rank {rank} alone takes {now_ms:.2f} ms, rank {best} alone {best_ms:.2f} ms"
         return None
+
+    def _is_worth_a_trial(self, other_ms: float, known_ms: float, steps: float) -> bool:
+        """Whether to try a rank that should take `other_ms`, where a batch takes `known_ms` and so many are to come."""
+        if other_ms < GIVES_WAY_BELOW * known_ms:
+            return True
+        sum_ms = max(0.0, self._shared - known_ms)
+        lost_ms = 2 * STRETCH_MIN * max(0.0, other_ms - known_ms) + SUMS_HANDED_OVER * sum_ms
+        return other_ms < COMPARED_BELOW * known_ms and lost_ms < COMPARED_PART * steps * known_ms
 
     @property
     def _shared(self) -> float:
@@ -263,12 +271,6 @@ class Alone:
 
 def _step_ms(report: AverageReport) -> float:
     return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
-
-
-def _is_worth_a_trial(ratio: float, steps: float) -> bool:
-    """Whether to try a rank that should take `ratio` times as long as what is known, with so many steps to come."""
-    lost_steps = 2 * STRETCH_MIN * max(LEAST_LOSS, ratio - 1)
-    return ratio < GIVES_WAY_BELOW or (ratio < COMPARED_BELOW and lost_steps < COMPARED_PART * steps)
 
 
 def _stretch(step_ms: float) -> int:

@@ -1,6 +1,7 @@
 """Finds the ceiling of a run: the rate of the newest run beside it that did the same work with policy `independent`.
 
-Without averages no rank waits for another, so no policy is faster on these devices. Called by the catalog for the view.
+Without averages no rank waits for another: only a policy that leaves a device out may be faster. Called by the catalog
+for the view.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from outrider.errors import DataError
 from outrider.timeline.same_work import has_same_steps
 from outrider.timeline.timeline_files import RECORD, read_record
+from outrider.watch.followed_file import modified_s
 
 POLICY = "independent"
 HOLDS_S = 20.0
@@ -37,20 +39,20 @@ class CeilingSearch:
         self._folder = folder
         self._found: dict[str, tuple[float, Ceiling | None]] = {}
 
-    def of(self, run: Path, record: Mapping[str, Any]) -> Ceiling | None:
-        """The ceiling of a run; None where no other run tells."""
+    def of(self, name: str, record: Mapping[str, Any]) -> Ceiling | None:
+        """The ceiling of the run of this name; None where no other run tells."""
         if record.get("policy") == POLICY or record.get("parameters") is None:
             return None
-        searched_s, found = self._found.get(run.name, (-HOLDS_S, None))
+        searched_s, found = self._found.get(name, (-HOLDS_S, None))
         if time.monotonic() - searched_s >= HOLDS_S:
-            found = self._search(run, record)
-            self._found[run.name] = (time.monotonic(), found)
+            found = self._search(record)
+            self._found[name] = (time.monotonic(), found)
         return found
 
-    def _search(self, run: Path, record: Mapping[str, Any]) -> Ceiling | None:
-        candidates = sorted(self._folder.glob(f"*/{RECORD}"), key=_modified_s, reverse=True)[:MAX_RUNS]
+    def _search(self, record: Mapping[str, Any]) -> Ceiling | None:
+        candidates = sorted(self._folder.glob(f"*/{RECORD}"), key=modified_s, reverse=True)[:MAX_RUNS]
         for path in candidates:
-            if path.parent == run or not _may_be_one(path):
+            if not _may_be_one(path):
                 continue
             try:
                 other = read_record(path.parent) or {}
@@ -69,10 +71,3 @@ def _may_be_one(path: Path) -> bool:
             return POLICY.encode() in file.read(_HEAD_BYTES)
     except OSError:
         return False
-
-
-def _modified_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

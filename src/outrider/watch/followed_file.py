@@ -58,3 +58,11 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return content if isinstance(content, dict) else None
+
+
+def modified_s(path: Path) -> float:
+    """When a file was written last; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

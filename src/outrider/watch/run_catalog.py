@@ -15,6 +15,7 @@ from outrider.timeline.bounded_file import LIVE
 from outrider.timeline.recorder import EVENTS
 from outrider.timeline.timeline_files import RECORD, encoded
 from outrider.watch.ceiling import CeilingSearch
+from outrider.watch.followed_file import modified_s
 from outrider.watch.run_reader import RunReader
 from outrider.watch.run_view import view
 
@@ -74,7 +75,7 @@ class RunCatalog:
         reader.refresh()
         if self._ceilings is None:
             self._ceilings = CeilingSearch(self._folder.resolve().parent if self._is_one else self._folder)
-        ceiling = self._ceilings.of(reader.folder, reader.record)
+        ceiling = self._ceilings.of(name, reader.record)
         content: dict[str, Any] = view(reader, ceiling=ceiling) | {"names": names}
         return encoded(content).decode().rstrip()
 
@@ -91,11 +92,4 @@ class RunCatalog:
 def _touched_s(folder: Path) -> float:
     """When a run wrote something last."""
     stamps = [folder / RECORD, folder / LIVE / "rank0.jsonl", folder]
-    return max((_modified_s(path) for path in stamps), default=0.0)
-
-
-def _modified_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return max((modified_s(path) for path in stamps), default=0.0)
