@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     hparams = parser.parse_args()
 
-    fabric = Fabric(accelerator="cpu", strategy=OutriderFabricStrategy(policy=hparams.policy))
+    fabric = Fabric(strategy=OutriderFabricStrategy(policy=hparams.policy))
     fabric.launch()
     seed_everything(42)
 

@@ -63,7 +63,6 @@ def main() -> None:
     L.seed_everything(0)
     trainer = L.Trainer(
         strategy=OutriderStrategy(policy=wishes.policy),
-        accelerator="cpu",
         max_epochs=wishes.epochs,
         gradient_clip_val=1.0,
         callbacks=[

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +79,26 @@ def test_the_example_learns_on_two_ranks(through: str, policy: str, tmp_path: Pa
     before, after = (float(number) for number in re.findall(r"loss of the held-out text [a-z]+: ([\d.]+)", printed))
     assert after < before - 0.5
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+
+
+def test_the_group_that_training_arguments_make_ends_with_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport torch.distributed as dist\n"
+        "from outrider.launch.script_launcher import at_script_end\n"
+        "at_script_end(lambda: dist.is_initialized() and print('a group is left'))\n"
+        "sys.argv[1:] = ['--through', 'trainer', '--epochs', '1']\n"
+        f"sys.path.append({str(EXAMPLE.parent)!r})\nimport gpt2_lora\ngpt2_lora.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OUTRIDER_DEVICES": UNEQUAL},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out" in done.stdout
+    assert "left" not in done.stdout

@@ -60,7 +60,7 @@ def test_what_a_script_does_in_finally_is_done_by_its_ranks_only(tmp_path: Path)
 def test_a_thread_cannot_start_ranks(tmp_path: Path) -> None:
     told = run(tmp_path, "thread").stderr
     assert (
-        "a session on 2 devices runs the script again on each, and cannot begin that in a thread: the main thread "
-        "would go on with a model that nobody trains\nhint: open it in the main thread, or start the script by "
+        "a session on cpu,cpu@0.5 runs the script again on each device, and cannot begin that in a thread: the main "
+        "thread would go on with a model that nobody trains\nhint: open it in the main thread, or start the script by "
         "`outrider run --devices cpu,cpu@0.5 script.py`"
     ) in told

@@ -102,6 +102,23 @@ def test_one_slice_alone_gets_a_daemon(daemon: Daemon) -> None:
     daemon.await_end()
 
 
+def test_a_script_on_one_slice_gets_a_process_that_has_the_share(daemon: Daemon, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import os\nimport outrider\nfrom outrider.api import joining\n"
+        "joining.cuda_devices = lambda: ('cuda:0',)\n"
+        f"print('share', os.environ.get('{mps.SHARE}'), flush=True)\n"
+        "with outrider.Session(devices='cuda:0%12', run_dir='run'):\n    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines() == ["share None", "share 12"]
+    # There is no GPU; the slice itself is as it should be.
+    assert "rank 0 is to use cuda:0%12, torch" in done.stderr
+    daemon.await_end()
+
+
 def test_without_slices_nothing_is_started(daemon: Daemon) -> None:
     with mps.slices(parse_devices("cuda:0,cpu")) as variables:
         assert variables == [{}, {}]

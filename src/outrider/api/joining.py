@@ -27,6 +27,7 @@ from outrider.machine.rank_environments import (
 )
 from outrider.record.run_folder import RunFolder, new_run_dir
 from outrider.record.run_folder_lock import FolderLock
+from outrider.slices.slice_check import has_share
 from outrider.world.default_group import existing_ranks
 from outrider.world.environment import alone, local_devices, tell_unused_port, wanted_devices
 from outrider.world.messages import Link, adopted_link
@@ -47,21 +48,24 @@ def find_link(order: CheckedSession) -> Link:
         specs = local_devices(environment, wanted, cuda_devices=cuda_devices())
         return adopted_link(environment, devices=specs, num_threads=num_threads)
     devices = resolve_devices(wanted, cuda_devices=cuda_devices()).devices
-    if len(devices) > 1:
+    if len(devices) > 1 or not has_share(devices[0]):
         devices = _start_ranks(order, devices, was_asked=wanted != "auto")
     tell_unused_environments(order.config.environments, "a loop on one device runs in the Python that started it")
     return adopted_link(alone(), devices=devices, num_threads=num_threads)
 
 
 def _start_ranks(order: CheckedSession, devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[DeviceSpec, ...]:
-    """Run the script once per device and exit with its exit code; a notebook continues with one device."""
+    """Run the script once per device and exit with its exit code; a notebook continues with one device.
+
+    One device gets a process of its own too where it is a slice of a GPU: its share is set when a process starts.
+    """
     config = order.config
     pythons = rank_pythons(wanted_environments(config.environments), devices)
     choose_backend(config.backend, devices, has_one_torch=pythons is None or have_same_torch(pythons))
     order.recipe.planner_config(len(devices), batch_size=1)
     script = running_script()
     if script is None:
-        return _only_one(devices, was_asked=was_asked)
+        return tuple(devices) if len(devices) == 1 else _only_one(devices, was_asked=was_asked)
     _refuse_thread(devices)
     run_dir = config.run_dir or new_run_dir(order.recipe.policy_spec.name)
     sys.stdout.flush()
@@ -86,7 +90,7 @@ def _refuse_thread(devices: Sequence[DeviceSpec]) -> None:
     if threading.current_thread() is not threading.main_thread():
         names = ",".join(str(spec) for spec in devices)
         raise ConfigError(
-            f"a session on {len(devices)} devices runs the script again on each, and cannot begin that in a thread: "
+            f"a session on {names} runs the script again on each device, and cannot begin that in a thread: "
             "the main thread would go on with a model that nobody trains",
             hint=f"open it in the main thread, or start the script by `outrider run --devices {names} script.py`",
         )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainingArguments
@@ -20,6 +21,8 @@ from transformers.utils import logging
 from outrider.api.session import Session, open_session
 from outrider.api.session_hooks import SessionHooks
 from outrider.errors import ConfigError
+from outrider.launch.script_launcher import at_script_end, script_rank
+from outrider.world.default_group import end_default_group
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 
@@ -50,6 +53,9 @@ class RankState:
 def join(args: TrainingArguments, options: Mapping[str, Any]) -> tuple[Session, bool]:
     """The session of this process, and whether it was opened here; ranks are started if there are none yet."""
     session = open_session()
+    if dist.is_initialized() and script_rank() is not None:
+        # TrainingArguments makes a group where it finds ranks, and nobody would end it.
+        at_script_end(end_default_group)
     if session is None:
         return Session(**{"seed": args.seed, **options}).open(), True
     if options:

@@ -59,6 +59,7 @@ class RankAnswers:
         return self._ranks.decide(decision, all=all)
 
     def setup_environment(self) -> None:
-        # The device of a rank need not be of the accelerator's kind: GPU and CPU train together.
-        if self.accelerator is not None and self.root_device.type != "cpu":
+        # The device of a rank need not be of the accelerator's kind: GPU and CPU train together, and --devices comes
+        # before what the script says. The session has made it the current device.
+        if self.accelerator is not None and self.accelerator.name() == self.root_device.type:
             self.accelerator.setup_device(self.root_device)

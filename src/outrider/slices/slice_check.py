@@ -21,14 +21,16 @@ _MPS_ENABLED = 133
 _COMPUTE_MODES = {1: "EXCLUSIVE", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
 
 
+def has_share(spec: DeviceSpec, variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process has the slice, whose share must be set when the process starts; true without one."""
+    return spec.share is None or variables.get(SHARE) == str(spec.share)
+
+
 def check_share(spec: DeviceSpec, *, rank: int, variables: Mapping[str, str] = os.environ) -> None:
-    """Before CUDA starts: check the variable with the share, which must be set when the process starts."""
-    if spec.share is None:
-        return
-    found = variables.get(SHARE)
-    if found != str(spec.share):
+    """Before CUDA starts: check the variable with the share."""
+    if not has_share(spec, variables):
         raise DeviceError(
-            f"rank {rank} is to use {spec}, but {SHARE} is {found or 'not set'} in its process",
+            f"rank {rank} is to use {spec}, but {SHARE} is {variables.get(SHARE) or 'not set'} in its process",
             hint=f"call train() in a plain program, which starts the ranks with it; under torchrun or srun, "
             f"start `{CONTROL} -d` first and set {SHARE}={spec.share} for rank {rank}",
             rank=rank,

@@ -21,6 +21,8 @@ from outrider.world.environment import Environment, adopted
 
 _LOOPBACK = "127.0.0.1"
 _SETTLE_S = 0.05
+"""The destructor of a Gloo group joins its threads while it holds the GIL, and a thread that has just finished a
+collective needs the GIL to release it. So groups are destroyed once their threads are idle."""
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -103,14 +105,19 @@ class DefaultGroup:
 
     def close(self) -> None:
         """Destroy the groups of this world; an adopted default group is left to those who made it."""
-        # The destructor of a Gloo group joins its threads while it holds the GIL, and a thread that has just finished
-        # a collective needs the GIL to release it. So wait until the threads are idle.
-        time.sleep(_SETTLE_S)
         groups, self._groups = self._groups, []
         if not self._is_adopted:
-            dist.destroy_process_group()
+            end_default_group()
             return
+        time.sleep(_SETTLE_S)
         for group in groups:
             # Those that were aborted after an error are gone already.
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
+
+
+def end_default_group() -> None:
+    """Destroy the default group and all others, if there is one."""
+    if dist.is_initialized():
+        time.sleep(_SETTLE_S)
+        dist.destroy_process_group()
