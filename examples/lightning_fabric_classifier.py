@@ -76,7 +76,7 @@ def main() -> None:
         scheduler.step()
 
         model.eval()
-        test_loss = torch.tensor(0.0)
+        test_loss = torch.tensor(0.0, device=fabric.device)
         with torch.no_grad():
             for data, target in test_loader:
                 output = model(data)
