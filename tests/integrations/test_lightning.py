@@ -192,6 +192,18 @@ def _on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [OutriderStrategy, OutriderFabricStrategy])
+@pytest.mark.parametrize(("name", "device"), [("cpu", "cuda:0"), ("cuda", "cpu"), ("cpu", "cpu")])
+def test_devices_of_the_ranks_come_before_the_accelerator_of_the_script(
+    kind: Any, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerators = {"cpu": L.pytorch.accelerators.CPUAccelerator, "cuda": L.pytorch.accelerators.CUDAAccelerator}
+    monkeypatch.setattr(kind, "root_device", property(lambda strategy: torch.device(device)))
+    strategy = kind()
+    strategy.accelerator = accelerators[name]()
+    strategy.setup_environment()
+
+
+@pytest.mark.parametrize("kind", [OutriderStrategy, OutriderFabricStrategy])
 def test_options_that_lightning_decides_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match="resume was given, but Lightning saves and loads") as caught:
         kind(resume="auto")
