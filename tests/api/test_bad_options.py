@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import outrider
 
@@ -102,6 +103,26 @@ def words_of(start: Callable[[], outrider.Run]) -> str:
         ),
         ({"step": 3}, "step must be a function, got int\nhint: pass step=a_function, not its result"),
         ({"epoch_end": 3}, "epoch_end must be a function, got int\nhint: pass epoch_end=a_function, not its result"),
+        (
+            {"step": lambda batch: batch},
+            "step is called as step(model, batch), but <lambda>(batch) does not take that\n"
+            "hint: pass a function of (model, batch)",
+        ),
+        (
+            {"epoch_end": lambda epoch, metrics: None},
+            "epoch_end is called as epoch_end(context), but <lambda>(epoch, metrics) does not take that\n"
+            "hint: pass a function of (context)",
+        ),
+        (
+            {"scheduler": lambda: None},
+            "scheduler is called as scheduler(optimizer), but <lambda>() does not take that\n"
+            "hint: pass a function of (optimizer)",
+        ),
+        (
+            {"model": nn.Linear},
+            "model is called as model(), but Linear(in_features: int, out_features: int, bias: bool = True, "
+            "device=None, dtype=None) does not take that\nhint: pass a function without arguments",
+        ),
         (
             {"evaluate": print},
             "evaluate was given without eval_dataset\nhint: pass eval_dataset=test_set",

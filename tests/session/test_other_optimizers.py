@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,28 @@ def test_a_pass_without_a_step_is_told_once(tmp_path: Path, capsys: pytest.Captu
                 model(batch)
     told = "outrider: no optimizer stepped in a pass of 3 batches: call s.step(loss) for each\n"
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_losses_that_nobody_told_are_missed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_told: bool
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=True) as s:
+        s.prepare(model, optimizer)
+        for _ in range(2):
+            for batch in s.batches(DATA, batch_size=4):
+                loss = model(batch).square().mean()
+                s.backward(loss) if is_told else loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert math.isnan(s.metrics.loss) is not is_told
+    told = (
+        "outrider: nobody told the loss of any step, so metrics and pages show none: call s.backward(loss) in place of "
+        "loss.backward()\n"
+    )
+    assert capsys.readouterr().err == ("" if is_told else told)
 
 
 def test_a_parameter_added_later_must_be_of_a_prepared_model(tmp_path: Path) -> None:

@@ -118,6 +118,10 @@ class SessionHooks:
         if self.session.device.type == "cpu":
             replica.check_loss()
 
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """Count the loss of a backward pass that the framework ran by itself; those of one step add up."""
+        self._replica.saw_loss(loss, self.session.batch_samples)
+
     def share_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """In a shared step, replace gradients by their mean over ranks now; the step does not average them again."""
         scaler = self._replica.scaler

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from outrider.api.options import SessionOptions
+from outrider.api.session_hooks import SessionHooks
 from outrider.errors import ConfigError
 from outrider.integrations.lightning_answers import RankAnswers
 from outrider.integrations.lightning_evaluation import DividedLoader
@@ -135,6 +136,8 @@ class OutriderFabricStrategy(RankAnswers, Strategy):
         self._num_calls += 1
         if args or kwargs or getattr(self.precision, "scaler", None) is not None:
             super().backward(tensor, module, *args, **kwargs)
+            if self._is_in_pass:
+                SessionHooks(self._ranks.opened).saw_loss(tensor)
             return
         self.precision.pre_backward(tensor, module)
         self._ranks.opened.backward(tensor)

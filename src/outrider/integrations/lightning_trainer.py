@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from outrider.api.options import SessionOptions
+from outrider.api.session_hooks import SessionHooks
 from outrider.errors import ConfigError
 from outrider.integrations.lightning_answers import RankAnswers
 from outrider.integrations.lightning_epochs import LeasedLoader, TrainerEpochs
@@ -123,6 +124,7 @@ class OutriderStrategy(RankAnswers, Strategy):
         if args or kwargs or is_overridden("backward", module):
             # Such gradients are averaged at the optimizer's step, after they were clipped.
             later: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            SessionHooks(self._ranks.opened).saw_loss(closure_loss)
             return later
         self.pre_backward(closure_loss)
         self._ranks.opened.backward(plugin.pre_backward(closure_loss, module))

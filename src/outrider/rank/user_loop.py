@@ -38,10 +38,10 @@ class UserLoop:
         self._driver = driver
         self._num_ranks = num_ranks
         self._warn = warn
-        self._has_told_apart = self._has_told_idle = False
-        """Whether it was told that something is not averaged, and that nothing is trained."""
-        self._num_batches = self._num_steps = 0
-        """Of this pass: batches that were handed out, and those after which an optimizer had stepped."""
+        self._has_told_apart = self._has_told_idle = self._has_told_lossless = False
+        """Whether it was told that something is not averaged, that nothing is trained, and that no loss is known."""
+        self._num_batches = self._num_steps = self._num_own_steps = 0
+        """Of this pass: batches that were handed out, those with a step of an optimizer, and those of them with samples."""
         self._meter = driver.meter
         self._replica = replica
         self.is_leaving = False
@@ -88,7 +88,7 @@ class UserLoop:
         self._done, self._least = [], min(2, segment.batch_size)
         self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
         self._replica.losses.open_pass()
-        self._num_batches = self._num_steps = 0
+        self._num_batches = self._num_steps = self._num_own_steps = 0
         self._steps = self._driver.steps(segment)
 
     def next_batch(self) -> Any | None:
@@ -145,7 +145,16 @@ class UserLoop:
         except StopIteration:
             self._steps = None
             self._tell_idle_pass()
+            self._tell_lossless_pass()
             return None
+
+    def _tell_lossless_pass(self) -> None:
+        if self._num_own_steps and not self._replica.loss_sums.has_losses and not self._has_told_lossless:
+            self._has_told_lossless = True
+            self._warn(
+                "nobody told the loss of any step, so metrics and pages show none: call s.backward(loss) in place of "
+                "loss.backward()"
+            )
 
     def _tell_idle_pass(self) -> None:
         if self._num_batches and not self._num_steps and not self.is_leaving and not self._has_told_idle:
@@ -183,6 +192,7 @@ class UserLoop:
         self._look_at_other_optimizers()
         self._num_batches += 1
         self._num_steps += self._has_stepped
+        self._num_own_steps += self._has_stepped and self.samples > 0
         self._habit = self._did
         self._count_done(effect.batch)
         if isinstance(effect, Step):

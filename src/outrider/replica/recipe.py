@@ -5,6 +5,7 @@ Decides which values are valid; every value is checked here once and trusted aft
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NoReturn
@@ -32,6 +33,18 @@ StepFunction = Callable[[nn.Module, Any], torch.Tensor]
 EvaluateFunction = Callable[[nn.Module, Any], torch.Tensor | float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
+CALLED_WITH = {
+    "model": (),
+    "optimizer": ("parameters",),
+    "step": ("model", "batch"),
+    "evaluate": ("model", "batch"),
+    "scheduler": ("optimizer",),
+    "augment": ("batch", "keys"),
+    "collate": ("samples",),
+    "epoch_start": ("context",),
+    "epoch_end": ("context",),
+}
+"""What the functions of a run are called with."""
 EXECUTIONS = ("auto", "eager", "compile", "graph")
 MEMORY_FORMATS = ("auto", "channels_last", "contiguous")
 
@@ -154,7 +167,9 @@ class Recipe(LoopRecipe):
         for name in ("epochs", "accumulate"):
             check_at_least(name, getattr(self, name), 1)
         self._check_length()
-        for name in ("model", "optimizer", "step"):
+        if not isinstance(self.model, nn.Module):
+            check_callable("model", self.model)
+        for name in ("optimizer", "step"):
             check_callable(name, getattr(self, name))
         for name in ("evaluate", "scheduler", "augment"):
             if getattr(self, name) is not None:
@@ -294,3 +309,16 @@ def check_callable(name: str, value: object) -> None:
         raise ConfigError(
             f"{name} must be a function, got {type(value).__name__}", hint=f"pass {name}=a_function, not its result"
         )
+    arguments = CALLED_WITH[name]
+    try:
+        signature = inspect.signature(value).replace(return_annotation=inspect.Signature.empty)
+    except (TypeError, ValueError):
+        return  # some that are written in C have none
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        own = getattr(value, "__name__", type(value).__name__)
+        raise ConfigError(
+            f"{name} is called as {name}({', '.join(arguments)}), but {own}{signature} does not take that",
+            hint=f"pass a function of ({', '.join(arguments)})" if arguments else "pass a function without arguments",
+        ) from None
