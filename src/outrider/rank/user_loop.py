@@ -41,7 +41,7 @@ class UserLoop:
         self._has_told_apart = self._has_told_idle = self._has_told_lossless = False
         """Whether it was told that something is not averaged, that nothing is trained, and that no loss is known."""
         self._num_batches = self._num_steps = self._num_own_steps = 0
-        """Of this pass: batches that were handed out, those with a step of an optimizer, and those of them with samples."""
+        """Of this pass: batches that were handed out, those with a step, and those with a step and samples."""
         self._meter = driver.meter
         self._replica = replica
         self.is_leaving = False
