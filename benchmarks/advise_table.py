@@ -19,6 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -111,13 +112,23 @@ def cell(task: Task, devices: str, *, trial_s: float, run_s: float) -> dict[str,
     }
 
 
-def run(output: Path, *, data: Path, models: list[str], pairs: list[str], trial_s: float, run_s: float) -> None:
+def run(
+    output: Path,
+    *,
+    data: Path,
+    models: list[str],
+    pairs: list[str],
+    batch_size: int | None,
+    trial_s: float,
+    run_s: float,
+) -> None:
     done = {(one["model"], one["devices"]) for one in read(output)}
     # Pair by pair: a table that was cut short has all models.
     for devices in pairs:
         for model in models:
             source = DataSource(folder=data, may_download=False, max_samples=SAMPLES.get(model))
             task = suite_task(model, data=source, epochs=1, seed=0)
+            task = replace(task, batch_size=batch_size or task.batch_size)
             if (task.name, devices) in done:
                 continue
             record = cell(task, devices, trial_s=trial_s, run_s=run_s)
@@ -191,6 +202,9 @@ def main() -> None:
     running.add_argument("--data", type=Path, required=True)
     running.add_argument("--models", default=",".join(SAMPLES))
     running.add_argument("--pairs", nargs="+", default=list(PAIRS), help="Device lists, one per pair.")
+    running.add_argument(
+        "--batch-size", type=int, help="In place of the suite's, whose steps may be long on a CPU."
+    )
     running.add_argument("--trial-s", type=float, default=4.0)
     running.add_argument("--run-s", type=float, default=10.0)
     commands.add_parser("table").add_argument("output", type=Path)
@@ -203,6 +217,7 @@ def main() -> None:
         data=given.data,
         models=given.models.split(","),
         pairs=given.pairs,
+        batch_size=given.batch_size,
         trial_s=given.trial_s,
         run_s=given.run_s,
     )

@@ -102,3 +102,33 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.close(writing)
     os.close(reading)
     os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (
+            {"config.json": '{"model_type":"gpt2"}', "model.safetensors": "weights"},
+            "config.json and a model.safetensors",
+        ),
+        ({"config.json": "[1]"}, "config.json"),
+        ({"record.json": "not JSON"}, "record.json"),
+    ],
+)
+def test_files_of_something_else_are_not_replaced(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        FolderLock.take(RunFolder(tmp_path))
+    assert caught.value.message.startswith(
+        f"{tmp_path} has a {words} that no run wrote, and a run there would replace "
+    )
+    assert caught.value.hint == "pass run_dir=a folder of its own"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+def test_a_folder_of_an_earlier_run_can_be_used_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_json("config.json", {"schema_version": 1})
+    (tmp_path / "model.safetensors").write_text("weights")
+    FolderLock.take(folder).release()

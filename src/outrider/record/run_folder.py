@@ -24,6 +24,8 @@ from outrider.errors import ConfigError, DataError
 from outrider.timeline.timeline_files import finite
 
 SCHEMA_VERSION = 1
+_MARKED = ("config.json", "record.json")
+_OUR_KEYS = frozenset({"schema_version", "options"})
 TORCH_ENDINGS = (".pt", ".pth")
 SAFETENSORS_ENDING = ".safetensors"
 _HINTS = {
@@ -57,6 +59,25 @@ class RunFolder:
             return None
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return content
+
+    def refuse_foreign_files(self) -> None:
+        """Raise where files of something else have names of ours and would be replaced, such as a saved model's."""
+        if any(self._is_ours(name) for name in _MARKED):
+            return
+        foreign = [name for name in (*_MARKED, self.model_file.name) if (self.path / name).exists()]
+        if foreign:
+            raise ConfigError(
+                f"{self.path} has a {' and a '.join(foreign)} that no run wrote, and a run there would replace "
+                f"{'it' if len(foreign) == 1 else 'them'}",
+                hint="pass run_dir=a folder of its own",
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        try:
+            content = self.read_json(name)
+        except (OSError, ValueError):
+            return False
+        return isinstance(content, dict) and not _OUR_KEYS.isdisjoint(content)
 
     def write_model(self, state: Mapping[str, torch.Tensor]) -> None:
         save_model(self.path / "model.safetensors", state)
