@@ -202,9 +202,7 @@ def main() -> None:
     running.add_argument("--data", type=Path, required=True)
     running.add_argument("--models", default=",".join(SAMPLES))
     running.add_argument("--pairs", nargs="+", default=list(PAIRS), help="Device lists, one per pair.")
-    running.add_argument(
-        "--batch-size", type=int, help="In place of the suite's, whose steps may be long on a CPU."
-    )
+    running.add_argument("--batch-size", type=int, help="In place of the suite's, whose steps may be long on a CPU.")
     running.add_argument("--trial-s", type=float, default=4.0)
     running.add_argument("--run-s", type=float, default=10.0)
     commands.add_parser("table").add_argument("output", type=Path)

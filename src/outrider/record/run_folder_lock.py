@@ -37,7 +37,7 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: RunFolder) -> FolderLock:
-        """Lock a run folder, creating it if needed; raises an error if it is used by another run or for something else."""
+        """Lock a run folder, creating it if needed; raises an error if another run or something else has it."""
         folder.refuse_foreign_files()
         make_folder(folder.path)
         path = folder.path / LOCK_FILE
