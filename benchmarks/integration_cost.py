@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-SAMPLES, BATCH, WIDTH = 4_096, 64, 512
+SAMPLES, BATCH, WIDTH = 4_096, int(os.environ.get("BATCH", "64")), 512
 EPOCHS = int(os.environ.get("EPOCHS", "5"))
 NORM = 1.0
 """Gradients are clipped: the Trainer of transformers computes their norm in any case."""
