@@ -7,6 +7,7 @@ costs by itself.
 
     python benchmarks/integration_cost.py run records.jsonl --rounds 100
     python benchmarks/integration_cost.py run alone.jsonl --rounds 100 --without-outrider
+    SAMPLES=16384 BATCH=256 python benchmarks/integration_cost.py run longer.jsonl --rounds 40
     python benchmarks/integration_cost.py table records.jsonl
 """
 
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-SAMPLES, BATCH, WIDTH = 4_096, int(os.environ.get("BATCH", "64")), 512
+SAMPLES, BATCH = int(os.environ.get("SAMPLES", "4096")), int(os.environ.get("BATCH", "64"))
+WIDTH = 512
 EPOCHS = int(os.environ.get("EPOCHS", "5"))
 NORM = 1.0
 """Gradients are clipped: the Trainer of transformers computes their norm in any case."""
