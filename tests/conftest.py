@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -27,6 +28,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 # Ranks share one output: unbuffered, the parts of a line are torn apart by those of others. torchrun sets `python -u`.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# A shell starts what it puts in the background with interrupts ignored: tests of Ctrl-C would then wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What ends by itself may take a moment: a thread that is joined later, a process that is being reaped.
 _PATIENCE_S = 3.0
