@@ -39,6 +39,9 @@ class Rester:
     def lone(self) -> int | None:
         return self.ranks[-self.left] if self.left else None
 
+    def begin(self, total: int, *, left: int | None) -> list[object]:
+        return []
+
     def next(self, total: int, *, is_usual: bool) -> object:
         return self.asked.next(total, is_usual=is_usual)
 

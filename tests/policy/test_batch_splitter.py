@@ -397,3 +397,60 @@ def test_every_split_that_is_tried_waits_for_a_steady_step() -> None:
     # fixed from per-sample cost.
     assert len(shapes) == 3
     assert slowest_ms(world, splitter.next(128).samples) < 1.1 * slowest_ms(world, minimise_slowest(world, 128))
+
+
+# Beside much slower ranks
+
+
+def hinted(*speeds: float, **options: Any) -> Splitter:
+    splitter = Splitter(world_size=len(speeds), **{"may_rest": True, **options})
+    splitter.hint(speeds)
+    return splitter
+
+
+@pytest.mark.parametrize(("speeds", "lone"), [((1.0, 0.1), 0), ((0.1, 0.1, 1.0), 2), ((1.0, 0.4), None)])
+def test_the_fastest_rank_begins_alone_where_the_others_can_bring_little(
+    speeds: tuple[float, ...], lone: int | None
+) -> None:
+    splitter = hinted(*speeds)
+    decisions = splitter.begin(128, left=128 * 300)
+    assert splitter.lone == lone
+    assert [(one.kind, one.value) for one in decisions] == ([] if lone is None else [("alone", lone)])
+    assert splitter.begin(128, left=128 * 300) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({"may_rest": False}, 1_000), ({"shares_first": True}, 1_000), ({"shares": (3.0, 1.0)}, 1_000), ({}, None)],
+)
+def test_all_share_from_the_start_where_nobody_may_rest_or_the_length_is_not_known(
+    options: dict[str, Any], left: int | None
+) -> None:
+    splitter = hinted(1.0, 0.1, **options)
+    assert splitter.begin(8, left=left) == []
+    assert splitter.lone is None
+
+
+def test_a_run_too_short_to_try_the_others_says_so() -> None:
+    splitter = hinted(1.0, 0.1)
+    splitter.begin(128, left=128 * 300)
+    assert splitter.unshared_reason == (
+        "rank 0 works alone: the run is too short to try the others, which together have 0.1 of its speed"
+    )
+    long = hinted(1.0, 0.1)
+    long.begin(128, left=128 * 100_000)
+    assert (long.lone, long.unshared_reason) == (0, None)
+
+
+def test_the_first_step_that_all_share_is_a_warm_up_also_after_one_began_alone() -> None:
+    splitter, left = hinted(1.0, 0.2), 128 * 100_000
+    splitter.begin(128, left=left)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    while splitter.lone is not None:
+        worked = RankFacts(samples=16 * 128, batches=16, compute_ms=16 * 13.0, exposed_ms=0.0)
+        splitter.learn_alone(AverageReport(window=0, ranks=(worked, rested)), left=left)
+    truth = [(0.0, 0.1), (0.0, 0.5)]
+    samples = splitter.next(128).samples
+    splitter.learn(report_of(samples, [500.0, 5_000.0]))
+    run(splitter, 40, truth)
+    assert splitter.next(128).samples == (107, 21)

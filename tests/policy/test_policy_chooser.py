@@ -24,6 +24,7 @@ class Measured:
     own_rates: tuple[float, ...] | None
     lone: int | None = None
     usual_samples: int = BATCH
+    unshared_reason: str | None = None
 
 
 @dataclass
@@ -198,3 +199,14 @@ def test_no_second_device_makes_it_slower(speeds: tuple[float, ...], step_ms: fl
     outcome = simulate("auto", scenario)
     assert outcome.gain > 1
     assert sum(outcome.samples_by_rank) == scenario.num_samples
+
+
+def test_a_rank_that_works_alone_untried_says_why_once() -> None:
+    chooser = PolicyChooser(world_size=2)
+    splitter = Measured(exact_rate=None, own_rates=None, lone=0, unshared_reason="the run is too short")
+    told = [chooser.learn_exact(report(n), splitter, 1_000) for n in range(3)]  # type: ignore[arg-type]
+    assert [[(one.kind, one.value, one.reason) for one in each] for each in told] == [
+        [("policy", "exact", "the run is too short")],
+        [],
+        [],
+    ]

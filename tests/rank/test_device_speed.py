@@ -69,3 +69,14 @@ def test_the_first_window_is_planned_by_them(tmp_path: Path) -> None:
     plan = next(event for event in events if event["kind"] == "plan")
     assert plan["reason"] == "probe, in proportion to a short measurement of the devices"
     assert plan["value"][0] > plan["value"][1] == 2
+
+
+def test_a_short_run_beside_a_much_slower_device_is_left_to_the_fast_one(tmp_path: Path) -> None:
+    first_speeds(tmp_path, policy="auto", batch_size=16, epochs=3)
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert [epoch["share_by_rank"] for epoch in record["epochs"]] == [[1.0, 0.0]] * 3
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["events"]
+    reasons = [event["reason"] for event in events if event["kind"] in ("alone", "policy")]
+    assert len(reasons) == 2
+    assert reasons[0].endswith("of the speed of rank 0, which begins alone")
+    assert reasons[1].startswith("rank 0 works alone: the run is too short to try the others")

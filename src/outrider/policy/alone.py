@@ -19,7 +19,16 @@ SHARED_STEPS = 16
 """As many are measured before they are judged."""
 # Where a rank alone would take at most this part of a shared step, these are enough.
 CLEAR_SHARED_STEPS = 4
-CLEARLY_QUICKER = 0.85
+CLEARLY_QUICKER = 0.95
+# Where all others together have at most this part of the fastest rank's speed, it begins alone, as they could bring
+# little. Sharing is then tried where that costs at most this part of the rest of the run. It takes about three steps,
+# in each of which the slowest rank spends half of what a whole batch takes it, and the warm-up of that rank.
+SMALL_HELP = 0.25
+FIRST_TRIAL_PART = 0.03
+FIRST_TRIAL_STEPS = 3
+FIXED_PART = 0.5
+WARM_UP_MS = 10.0
+"""Of a first step, at the speed of the fastest rank."""
 # Fitted while others computed too, the time of a rank alone comes out too long: where it is close, it is tried.
 TRIED_BELOW = 1.15
 # Devices that share cores, memory or a bus slow each other down, so where the run is long enough to pay for it, a rank
@@ -74,6 +83,10 @@ class Alone:
         # alone are not in the second.
         self._thought_ms: list[float] = []
         self._alone_ms: dict[int, float] = {}
+        # How many times as slow the slowest rank should be, until it is decided whether a first trial of sharing pays.
+        self._slowness: float | None = None
+        self.is_unshared = False
+        """Whether a rank works alone without a trial, because the run is too short for one."""
 
     @property
     def step_ms(self) -> float | None:
@@ -86,6 +99,13 @@ class Alone:
     def stretch(self) -> int:
         """Steps until the ranks meet again: few on trial, then about two seconds, so that a wish to stop is heard."""
         return _stretch(self._expected_ms) if self._is_proven else STRETCH_MIN
+
+    def begin(self, rank: int, *, slowness: float, steps_left: float) -> None:
+        """A rank begins alone, before anything is measured; the slowest takes about `slowness` times as long."""
+        self._enter(rank, 0.0)
+        self._left = math.ceil(steps_left) + 1
+        self._slowness = slowness
+        self.is_unshared = not _pays_for_sharing(slowness, steps_left)
 
     def forget(self) -> None:
         """Shared steps will take another time from now on."""
@@ -191,15 +211,31 @@ class Alone:
             # Stretches on trial are short: what meeting costs is spread over as many steps as it will be.
             self._expected_ms = step_ms + facts.exposed_ms / _stretch(step_ms)
             self._is_proven = True
+            if self._slowness is not None:
+                return self._try_others_at_first(self._slowness, steps_left)
             if (change := self._other(steps_left)) is not None:
                 return change
         if self._left > 0:
             return None
+        self._try_others()
+        return "the other ranks have rested for long, and are tried again"
+
+    def _try_others(self) -> None:
+        """All share again."""
         self._left = 0
         self.rank = None
+        self.is_unshared, self._slowness = False, None
         self._is_trial = True
         self._spent_ms, self._spent_steps = 0.0, 0
-        return "the other ranks have rested for long, and are tried again"
+
+    def _try_others_at_first(self, slowness: float, steps_left: float | None) -> str | None:
+        """Let all share for the first time where that costs little of the rest of the run; the reason, if so."""
+        rank, step_ms, self._slowness = self.rank, self._expected_ms, None
+        self.is_unshared = steps_left is not None and not _pays_for_sharing(slowness, steps_left, step_ms=step_ms)
+        if self.is_unshared:
+            return None
+        self._try_others()
+        return f"rank {rank} alone takes {step_ms:.2f} ms; the run is long enough to try the others"
 
     def _other(self, steps_left: float | None) -> str | None:
         """Leave whole batches to a rank that takes less time, or may do so, or to all; the reason, where they are."""
@@ -235,7 +271,7 @@ class Alone:
 
     @property
     def _shared(self) -> float:
-        return median(self._shared_ms)
+        return median(self._shared_ms) if self._shared_ms else math.inf
 
     def state(self) -> dict[str, Any]:
         return {
@@ -250,6 +286,8 @@ class Alone:
             "at_most_ms": [None if math.isinf(ms) else ms for ms in self._at_most_ms],
             "thought_ms": [None if math.isinf(ms) else ms for ms in self._thought_ms],
             "alone_ms": [[rank, ms] for rank, ms in self._alone_ms.items()],
+            "slowness": self._slowness,
+            "is_unshared": self.is_unshared,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -267,10 +305,18 @@ class Alone:
         self._at_most_ms = [math.inf if ms is None else ms for ms in state.get("at_most_ms", ())]
         self._thought_ms = [math.inf if ms is None else ms for ms in state.get("thought_ms", ())]
         self._alone_ms = dict(state.get("alone_ms", ()))
+        self._slowness = state.get("slowness")
+        self.is_unshared = state.get("is_unshared", False)
 
 
 def _step_ms(report: AverageReport) -> float:
     return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
+
+
+def _pays_for_sharing(slowness: float, steps_left: float, *, step_ms: float = math.inf) -> bool:
+    """Whether a first trial of sharing costs little of so many steps of one rank."""
+    steps = FIRST_TRIAL_STEPS * (1 + FIXED_PART * slowness) + WARM_UP_MS * slowness / max(step_ms, 1e-6)
+    return steps <= FIRST_TRIAL_PART * steps_left
 
 
 def _stretch(step_ms: float) -> int:

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.policy.alone import Alone
+from outrider.policy.alone import SMALL_HELP, Alone
 from outrider.policy.effects import AverageReport, Batch, Decision
 from outrider.policy.step_cost import Cost, GivenCost, TimeModel, slowest_ms
 from outrider.policy.weights import proportions
@@ -178,8 +178,12 @@ class Splitter:
         speed_hints: Sequence[float] | None = None,
         caps: Caps | None = None,
         may_rest: bool = False,
+        shares_first: bool = False,
     ) -> None:
-        """`may_rest` where the driver lets one rank work alone while the others rest."""
+        """`may_rest` where the driver lets one rank work alone while the others rest.
+
+        `shares_first` where shared steps are to be seen, however short the run.
+        """
         self._world_size = world_size
         self._shares = None if shares is None else proportions("shares", shares, world_size=world_size)
         self._hints = None if speed_hints is None else proportions("speed_hints", speed_hints, world_size=world_size)
@@ -187,6 +191,7 @@ class Splitter:
         self._caps = _checked_caps(caps, world_size)
         self._models = [TimeModel() for _ in range(world_size)]
         self._num_steps = 0
+        self._has_shared = False
         # The first even step counts too: it tells around which split to vary.
         self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
         self._explored: dict[tuple[int, bool], tuple[int, ...]] = {}
@@ -194,6 +199,7 @@ class Splitter:
         self._decided: tuple[int, ...] | None = None
         # What a user shared out, or what a device cannot hold, nobody does alone.
         self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
+        self._may_begin_alone = self._may_rest and not shares_first
         self._alone = Alone()
 
     @property
@@ -233,13 +239,31 @@ class Splitter:
         self._hints = proportions("speeds", speeds, world_size=self._world_size)
         self._hinted_by = f"by a short measurement of the devices: {', '.join(f'{speed:.2f}' for speed in speeds)}"
 
+    def begin(self, total: int, *, left: int | None) -> list[Decision]:
+        """Before the first step, of `total` samples: decide whether the fastest rank begins alone.
+
+        `left` are the samples until the end of the run, if known.
+        """
+        if self._num_steps or self.lone is not None or not self._may_begin_alone or self._hints is None or left is None:
+            return []
+        fastest = max(self._hints)
+        others = sum(self._hints) - fastest
+        if others > SMALL_HELP * fastest:
+            return []
+        self._usual = self._made(total)
+        rank = self._hints.index(fastest)
+        self._alone.begin(rank, slowness=fastest / min(self._hints), steps_left=left / total)
+        reason = f"the others together have {others / fastest:.2g} of the speed of rank {rank}, which begins alone"
+        return [Decision("alone", rank, reason)]
+
     def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
         """Take in one step's times; returns a decision when the split changes for good.
 
         `left` are the samples until the end of the run, if known.
         """
         self._num_steps += 1
-        if self._num_steps == 1 or self._shares is not None:
+        is_first, self._has_shared = not self._has_shared, True
+        if is_first or self._shares is not None:
             # The first step carries the warm-up of every device.
             return []
         has_shifted = False
@@ -318,6 +342,16 @@ class Splitter:
         return None if self._usual is None or not step_ms else self._usual.total / step_ms
 
     @property
+    def unshared_reason(self) -> str | None:
+        """Why one rank works alone though sharing was never tried; None where it was, or will be."""
+        if not self._alone.is_unshared or self._hints is None:
+            return None
+        return (
+            f"rank {self.lone} works alone: the run is too short to try the others, which together have "
+            f"{sum(self._hints) / max(self._hints) - 1:.2g} of its speed"
+        )
+
+    @property
     def own_rates(self) -> tuple[float, ...] | None:
         """Samples per ms of each rank, if it took whole batches for itself, by the fitted times."""
         if self._usual is None or not any(model.is_known for model in self._models):
@@ -343,6 +377,7 @@ class Splitter:
         return {
             "models": [model.state() for model in self._models],
             "num_steps": self._num_steps,
+            "has_shared": self._has_shared,
             "exploring_left": self._exploring_left,
             "decided": self._decided and list(self._decided),
             "split": split and {"samples": list(split.samples), "reason": split.reason},
@@ -358,6 +393,7 @@ class Splitter:
             )
         self._models = [TimeModel.restored(entry) for entry in state["models"]]
         self._num_steps = state["num_steps"]
+        self._has_shared = state.get("has_shared", self._num_steps > 0)
         self._exploring_left = state["exploring_left"]
         self._decided = state["decided"] and tuple(state["decided"])
         split = state["split"]

@@ -64,6 +64,8 @@ class PolicyChooser:
         self._samples_until_retry -= report.samples
         if report.loss is not None:
             self._exact_losses.append(report.loss)
+        if splitter.unshared_reason is not None:
+            return self._told_once(splitter.unshared_reason)
         rate, own_rates = splitter.exact_rate, splitter.own_rates
         if self._world_size == 1 or rate is None or own_rates is None or self._samples_until_retry > 0:
             return []

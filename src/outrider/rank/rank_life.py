@@ -102,7 +102,11 @@ class RankLife:
         """Batch size and length of a user's loop, which `train()` has in its recipe."""
         self.clock = CheckpointClock(config.every, rank=world.rank)
         self.splitter = Splitter(
-            world_size=world.size, shares=recipe.shares, speed_hints=recipe.speed_hints, may_rest=may_rest
+            world_size=world.size,
+            shares=recipe.shares,
+            speed_hints=recipe.speed_hints,
+            may_rest=may_rest,
+            shares_first=setting.is_trial,
         )
         self.chooser = PolicyChooser(world_size=world.size)
         self.on_choice = self._send_choice

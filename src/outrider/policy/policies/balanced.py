@@ -36,6 +36,8 @@ def balanced(segment: SegmentContext) -> Policy:
     wholes = span.batches(seat.batch_size)
     mine = 0
     is_common = False
+    for decision in splitter.begin(seat.batch_size, left=segment.run_left(span.start)):
+        yield Note(decision)
     while True:
         ahead = 1 if splitter.is_exploring else STEPS_AHEAD
         while splitter.lone is None and len(coming) < ahead and (whole := next(wholes, None)) is not None:
