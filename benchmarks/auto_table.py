@@ -13,11 +13,12 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -129,7 +130,10 @@ def run_lane(cores: tuple[int, int], work: Any, output: Path, data: Path, until_
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     while time.time() < until_s:
-        group = work.get()
+        try:
+            group = work.get(timeout=1.0)
+        except Empty:
+            return
         ways = [None, *RATIOS]
         for ratio in ways[group.seed % len(ways) :] + ways[: group.seed % len(ways)]:
             record = run(group, ratio=ratio, data=data)
@@ -137,11 +141,11 @@ def run_lane(cores: tuple[int, int], work: Any, output: Path, data: Path, until_
                 file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def run_all(output: Path, *, data: Path, seconds: float, cores: list[int]) -> None:
+def run_all(output: Path, *, data: Path, seconds: float, cores: list[int], wanted: Sequence[Group]) -> None:
     """All lanes at once, each on two cores of its own; what is under way when the time is over is ended."""
     context = get_context("spawn")
     work = context.Queue()
-    for group in groups():
+    for group in wanted:
         work.put(group)
     until_s = time.time() + seconds
     pairs = list(zip(cores[::2], cores[1::2], strict=False))
@@ -247,6 +251,9 @@ def main() -> None:
     everything.add_argument("output", type=Path)
     everything.add_argument("data", type=Path)
     everything.add_argument("--seconds", type=float, default=540.0)
+    everything.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    everything.add_argument("--epochs", nargs="+", type=int, default=[1, 5, 20])
+    everything.add_argument("--seeds", type=int, default=12)
     shown = commands.add_parser("table")
     shown.add_argument("records", type=Path)
     options = parser.parse_args()
@@ -256,8 +263,14 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     kept = interference(cores[0], cores[1])
     print(f"beside a busy neighbour a core keeps {kept:.2f} of its speed")
+    wanted = [
+        group
+        for group in groups()
+        if group.model in options.models and group.epochs in options.epochs and group.seed < options.seeds
+    ]
     run_all(
         options.output,
+        wanted=wanted,
         data=options.data,
         seconds=options.seconds,
         cores=cores if kept > 0.85 or len(cores) < 4 else cores[::2],

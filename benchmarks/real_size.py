@@ -8,6 +8,7 @@ with MPS.
 
     python benchmarks/real_size.py run records.jsonl --rounds 3
     python benchmarks/real_size.py run records.jsonl --slices cuda:0%40 cuda:0%20 --batch-sizes 128 256
+    python benchmarks/real_size.py run records.jsonl --only gpt2 --batch-sizes 16 --sequences 14336 --epochs 2
     python benchmarks/real_size.py table records.jsonl
 """
 
@@ -32,6 +33,8 @@ from outrider.bench.models.text_models import GPT2_CONTEXT, gpt2_small, next_sym
 
 SLICES = ("cuda:0%60", "cuda:0%25")
 EPOCHS = 3
+SEQUENCES = 4_096
+"""Of an epoch of GPT-2 small."""
 
 
 class LoraShape(nn.Module):
@@ -62,12 +65,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for p in parameters if p.requires_grad), 3e-4, betas=(0.9, 0.95))
 
 
-def gpt2_task(batch_size: int) -> dict[str, Any]:
-    tokens = torch.randint(0, 2_000, (4_096, GPT2_CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+def gpt2_task(batch_size: int, sequences: int = SEQUENCES) -> dict[str, Any]:
+    tokens = torch.randint(0, 2_000, (sequences, GPT2_CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     return {"model": gpt2_small, "step": next_symbol_loss, "dataset": (tokens,), "batch_size": batch_size}
 
 
-def lora_task(batch_size: int) -> dict[str, Any]:
+def lora_task(batch_size: int, sequences: int = SEQUENCES) -> dict[str, Any]:
+    """Has rows of its own: `sequences` are those of GPT-2."""
     rows = torch.randn(16_384, 2_048, generator=torch.Generator().manual_seed(1))
     return {"model": LoraShape, "step": squared_error, "dataset": (rows, rows.roll(1, 1)), "batch_size": batch_size}
 
@@ -91,16 +95,18 @@ WHAT += [
 ]
 
 
-def measure(task: str, batch_size: int, mode: str, *, slices: Sequence[str], **options: Any) -> dict[str, Any]:
+def measure(
+    task: str, batch_size: int, mode: str, *, slices: Sequence[str], sequences: int, epochs: int, **options: Any
+) -> dict[str, Any]:
     devices = slices[:1] if mode == "alone" else slices
     with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
         run = outrider.train(
-            **TASKS[task](batch_size),
+            **TASKS[task](batch_size, sequences),
             **MODES[mode],
             **options,
             devices=list(devices),
             optimizer=adamw,
-            epochs=EPOCHS,
+            epochs=epochs,
             precision="bf16",
             threads_per_rank=2,
             run_dir=Path(folder) / "run",
@@ -110,15 +116,14 @@ def measure(task: str, batch_size: int, mode: str, *, slices: Sequence[str], **o
         run.join()
         record = json.loads((run.run_dir / "record.json").read_text())
         events = json.loads((run.run_dir / "timeline.json").read_text())["events"]
-    epochs = record["epochs"]
-    settled = epochs[1:]
+    first, *settled = record["epochs"]
     averages = [event["ms"] for event in events if event["kind"] == "average end"]
     counted = [event["bytes"] for event in events if event["kind"] == "average end"]
     return {
         "samples_per_s": sum(e["samples"] for e in settled) / sum(e["seconds"] for e in settled),
-        "first_epoch_samples_per_s": epochs[0]["samples_per_s"],
-        "share": epochs[-1]["share_by_rank"],
-        "memory_mib": [round(own / 2**20) for own in epochs[-1]["peak_memory_bytes_by_rank"]],
+        "first_epoch_samples_per_s": first["samples_per_s"],
+        "share": settled[-1]["share_by_rank"],
+        "memory_mib": [round(own / 2**20) for own in settled[-1]["peak_memory_bytes_by_rank"]],
         "average_ms": round(median(averages), 2) if averages else None,
         "averages": len(averages),
         "average_bytes": max(counted, default=None),
@@ -132,11 +137,13 @@ def run(wishes: argparse.Namespace) -> None:
     options = {} if wishes.overhead_target is None else {"overhead_target": wishes.overhead_target}
     suffix = "".join(f", {name}={value}" for name, value in options.items())
     place = {} if tuple(wishes.slices) == SLICES else {"slices": wishes.slices}
+    place |= {} if wishes.sequences == SEQUENCES else {"sequences": wishes.sequences}
+    size = {"sequences": wishes.sequences, "epochs": wishes.epochs}
     take_rounds(
         wishes,
         what,
         describe=lambda one: {"task": one[0], "batch_size": one[1], "mode": one[2] + suffix, **place},
-        measure=lambda one: measure(*one, slices=wishes.slices, **options),
+        measure=lambda one: measure(*one, slices=wishes.slices, **size, **options),
         shift=3,
     )
 
@@ -164,9 +171,9 @@ def table(path: Path) -> None:
             f"{ceiling[0]:.3f} to {ceiling[-1]:.3f}" if ceiling else "",
             len(own),
             f"{mean(alone):.2f}" if alone else "",
-            ", ".join(map(str, last["memory_mib"])),
+            ", ".join(map(str, last.get("memory_mib", ()))),
             "" if last["average_ms"] is None else last["average_ms"],
-            "" if last["average_bytes"] is None else f"{last['average_bytes'] / 1e6:.1f}",
+            f"{last['average_bytes'] / 1e6:.1f}" if last.get("average_bytes") else "",
         ]
         print("| " + " | ".join(map(str, cells)) + " |")
 
@@ -174,7 +181,8 @@ def table(path: Path) -> None:
 def setting_of(row: dict[str, Any]) -> tuple[str, str, int]:
     """What the rows have in common that may be compared."""
     parts = [name.split("%")[-1] for name in row.get("slices", SLICES)]
-    return row["task"], " + ".join(parts) + " %", row["batch_size"]
+    longer = f", {row['sequences']:,} sequences" if "sequences" in row else ""
+    return row["task"] + longer, " + ".join(parts) + " %", row["batch_size"]
 
 
 def main() -> None:
@@ -182,6 +190,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16, 64, 128])
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of an epoch of gpt2")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--slices", nargs=2, default=list(SLICES), help="the larger first")
     parser.add_argument("--overhead-target", type=float, help="of the modes that average; the default is train()'s")
     wishes = parser.parse_args()

@@ -96,6 +96,23 @@ def test_the_last_line_has_the_gain_the_wait_and_the_timeline(tmp_path: Path) ->
     assert end_line(tmp_path) == f"1.25x cpu's speed, waited 10%; {tmp_path}/timeline.html"
 
 
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [(["cpu", "cpu@0.1"], "cpu@0.1 rested 90%"), (["cpu", "cpu@0.1", "cpu@0.2"], "2 devices rested 90%")],
+)
+def test_a_device_that_rested_did_not_wait(tmp_path: Path, devices: list[str], told: str) -> None:
+    made = record(devices=devices[:2]) | {"devices": devices}
+    train_s = made["totals"]["train_s"]
+    others = len(devices) - 1
+    made["idle"] = {"waits_s": [{"average": 0.0}, *[{"average": 0.0, "rest": 0.9 * train_s}] * others]}
+    made["totals"]["wait_fraction"] = 0.9 * others / len(devices)
+    made["epochs"] = [{"samples": 1_000, "share_by_rank": [1.0, *[0.0] * others]}]
+    (tmp_path / "record.json").write_text(json.dumps(made))
+    line = end_line(tmp_path)
+    assert line is not None
+    assert f"x cpu's speed, waited 0%, {told}; " in line
+
+
 def test_the_last_line_of_one_device_has_its_speed(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(json.dumps(record(devices=["cpu"])))
     assert end_line(tmp_path) == f"500 samples/s; {tmp_path}/timeline.json"

@@ -20,7 +20,7 @@ def outcomes(train_all: Callable[..., Outcomes]) -> Outcomes:
         fp16_sync={**one, "policy": "sync", "precision": "fp16"},
         fp16_async={**one, "policy": "async", "precision": "fp16"},
         mixed_sync={**mixed, "policy": "sync"},
-        mixed_balanced={**mixed, "policy": "balanced"},
+        mixed_balanced={**mixed, "policy": "balanced", "speed_hints": (1.0, 0.5)},
         mixed_cadence={**mixed, "policy": "cadence"},
         auto={**one, "policy": "sync", "precision": "auto"},
     )

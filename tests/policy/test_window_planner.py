@@ -313,12 +313,12 @@ def test_where_all_wait_the_cost_is_that_of_the_last_to_arrive() -> None:
 
 
 def test_where_nobody_waits_the_cost_is_the_mean() -> None:
-    decisions = run(planner_of(is_blocking=False), 4, [10.0, 10.0], exposed_ms=[22.0, 8.0])
+    decisions = run(planner_of(is_blocking=False, overhead_target=0.1), 4, [10.0, 10.0], exposed_ms=[22.0, 8.0])
     assert [(decision.kind, decision.value) for decision in decisions] == [("anchor", 20)]
 
 
 def test_an_average_in_the_background_costs_its_processor_time() -> None:
-    planner = planner_of(is_blocking=False)
+    planner = planner_of(is_blocking=False, overhead_target=0.1)
     ranks = tuple(
         RankFacts(samples=100, batches=10, compute_ms=100.0, exposed_ms=1.0, average_ms=11.0 + rank, busy_ms=2.0)
         for rank in range(2)
@@ -519,3 +519,9 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 
 def test_shares_are_normalised() -> None:
     assert PlannerConfig(world_size=2, batch_size=1, is_blocking=True, shares=(3, 1)).shares == (0.75, 0.25)
+
+
+@pytest.mark.parametrize(("is_blocking", "target"), [(True, 0.10), (False, 0.05)])
+def test_what_averages_may_cost_depends_on_who_waits_for_them(is_blocking: bool, target: float) -> None:
+    assert PlannerConfig(world_size=2, batch_size=1, is_blocking=is_blocking).target == target
+    assert PlannerConfig(world_size=2, batch_size=1, is_blocking=is_blocking, overhead_target=0.2).target == 0.2

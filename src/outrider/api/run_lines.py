@@ -16,6 +16,7 @@ from outrider.timeline.timeline_files import read_record
 
 _NAMED_DEVICES = 4
 _PAGE = "timeline.html"
+_LEAST_REST = 0.05
 
 
 def policy_words(policy: PolicySpec) -> str:
@@ -62,7 +63,24 @@ def _result(record: Mapping[str, Any]) -> str:
         return f"{totals['samples_per_s']:,.0f} samples/s"
     fastest = max(own)
     device = record["devices"][own.index(fastest)]
-    return f"{totals['samples_per_s'] / fastest:.2f}x {device}'s speed, waited {totals['wait_fraction']:.0%}"
+    rested = _rested(record)
+    waited = max(0.0, totals["wait_fraction"] - sum(rested) / len(rested))
+    return f"{totals['samples_per_s'] / fastest:.2f}x {device}'s speed, waited {waited:.0%}{_rest_words(record, rested)}"
+
+
+def _rested(record: Mapping[str, Any]) -> list[float]:
+    """The part of the time in which each device left whole batches to another one."""
+    train_s = record["totals"]["train_s"]
+    return [min(1.0, waits.get("rest", 0.0) / train_s) if train_s else 0.0 for waits in record["idle"]["waits_s"]]
+
+
+def _rest_words(record: Mapping[str, Any], rested: Sequence[float]) -> str:
+    """Which devices rested, where that is worth a word: they cost nothing, and bring nothing."""
+    told = [(device, part) for device, part in zip(record["devices"], rested, strict=True) if part >= _LEAST_REST]
+    if not told:
+        return ""
+    name = told[0][0] if len(told) == 1 else f"{len(told)} devices"
+    return f", {name} rested {sum(part for _, part in told) / len(told):.0%}"
 
 
 def own_speeds(record: Mapping[str, Any]) -> list[float] | None:

@@ -16,6 +16,12 @@ from outrider.policy.effects import Decision, Lease
 from outrider.policy.weights import proportions
 
 
+# Shorter windows teach more per sample where all wait for an average. In the background it comes late in any case, and
+# language models learn more in the same time from more samples (docs/log.md).
+BLOCKING_TARGET = 0.10
+BACKGROUND_TARGET = 0.05
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerConfig:
     """What the user decides about windows; a given `anchor` is never tuned, not even by the guard."""
@@ -30,7 +36,8 @@ class PlannerConfig:
     max_anchor: int = 200
     start_anchor: int = 2
     """Until the cost of averages is known."""
-    overhead_target: float = 0.10
+    overhead_target: float | None = None
+    """None: what `target` says."""
     drift_threshold: float | None = None
     guard: bool = True
     max_batch_diff: int | None = None
@@ -38,6 +45,13 @@ class PlannerConfig:
     speed_hints: tuple[float, ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
     """Of each rank, where they differ."""
+
+    @property
+    def target(self) -> float:
+        """The part of the time that averages may take."""
+        if self.overhead_target is not None:
+            return self.overhead_target
+        return BLOCKING_TARGET if self.is_blocking else BACKGROUND_TARGET
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -65,7 +79,7 @@ class PlannerConfig:
                 f"max_anchor must be >= min_anchor, got max_anchor={self.max_anchor}, min_anchor={self.min_anchor}",
                 hint="raise max_anchor or leave min_anchor out",
             )
-        if not 0 < self.overhead_target < 1:
+        if self.overhead_target is not None and not 0 < self.overhead_target < 1:
             raise ConfigError(
                 f"overhead_target must be between 0 and 1, got {self.overhead_target:g}",
                 hint="0.10 lets averaging take a tenth of the time",

@@ -63,7 +63,7 @@ class LoopRecipe:
     anchor: int | None = None
     min_anchor: int = 1
     max_anchor: int = 200
-    overhead_target: float = 0.10
+    overhead_target: float | None = None
     drift_threshold: float | None = None
     guard: bool = True
     max_batch_diff: int | None = None

@@ -71,7 +71,7 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
         ("last evaluation", _number(totals.get("eval"), ".4g")),
         ("averages", _number(totals.get("averages"), ",")),
         ("of the time in averages", _percent(totals.get("exposed_average_fraction"))),
-        ("of the time waiting for others", _percent(totals.get("wait_fraction"))),
+        ("of the time waiting for others, or resting", _percent(totals.get("wait_fraction"))),
     ]
 
 
