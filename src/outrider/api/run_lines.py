@@ -65,7 +65,8 @@ def _result(record: Mapping[str, Any]) -> str:
     device = record["devices"][own.index(fastest)]
     rested = _rested(record)
     waited = max(0.0, totals["wait_fraction"] - sum(rested) / len(rested))
-    return f"{totals['samples_per_s'] / fastest:.2f}x {device}'s speed, waited {waited:.0%}{_rest_words(record, rested)}"
+    gain = f"{totals['samples_per_s'] / fastest:.2f}x {device}'s speed"
+    return f"{gain}, waited {waited:.0%}{_rest_words(record, rested)}"
 
 
 def _rested(record: Mapping[str, Any]) -> list[float]:

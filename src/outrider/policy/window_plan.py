@@ -15,7 +15,6 @@ from outrider.errors import ConfigError
 from outrider.policy.effects import Decision, Lease
 from outrider.policy.weights import proportions
 
-
 # Shorter windows teach more per sample where all wait for an average. In the background it comes late in any case, and
 # language models learn more in the same time from more samples (docs/log.md).
 BLOCKING_TARGET = 0.10
