@@ -9,6 +9,7 @@ import pytest
 
 from outrider.policy.alone import (
     CLEAR_SHARED_STEPS,
+    FIRST_STRETCH,
     LEAST_TRIAL_PART,
     SHARED_STEPS,
     STRETCH_MAX,
@@ -528,6 +529,27 @@ def test_a_run_too_short_for_a_trial_is_left_to_the_rank_that_began() -> None:
     assert alone.is_unshared
     told = [alone.alone(stretch(ms=25.0, batches=16), steps_left=300 - 16 * n) for n in range(1, 19)]
     assert (told, alone.rank) == ([None] * 18, 0)
+
+
+def test_the_first_stretch_is_short_and_none_takes_minutes() -> None:
+    """Ranks that rest wait for its end, and nothing is known of the time of a step."""
+    alone = beginning(steps_left=1_000_000)
+    found = [alone.stretch]
+    for ms in (20_000.0, 5_000.0, 5_000.0):
+        alone.alone(stretch(ms=ms, batches=alone.stretch), steps_left=1_000_000)
+        found.append(alone.stretch)
+    assert found == [FIRST_STRETCH, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ms", "longest_s", "steps"),
+    [(25.0, 30.0, STRETCH_MIN), (3_000.0, 30.0, 10), (3_000.0, 75.0, STRETCH_MIN), (5e5, 1.0, 1)],
+)
+def test_a_stretch_is_as_long_as_others_can_wait(ms: float, longest_s: float, steps: int) -> None:
+    alone = Alone(longest_stretch_s=longest_s)
+    alone.begin(0, slowness=10.0, steps_left=300)
+    alone.alone(stretch(ms=ms, batches=alone.stretch), steps_left=299)
+    assert alone.stretch == steps
 
 
 def test_in_a_long_run_the_others_are_tried_once_a_whole_batch_is_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def first_speeds(folder: Path, **options: Any) -> list[list[float]]:
     outrider.train(
         nn.Linear(4, 1),
         lambda parameters: torch.optim.SGD(parameters, 0.1),
-        step,
+        options.pop("step", step),
         (torch.ones(256, 4),),
         devices="cpu,cpu@0.1",
         threads_per_rank=1,
@@ -80,3 +81,16 @@ def test_a_short_run_beside_a_much_slower_device_is_left_to_the_fast_one(tmp_pat
     assert len(reasons) == 2
     assert reasons[0].endswith("of the speed of rank 0, which begins alone")
     assert reasons[1].startswith("rank 0 works alone: the run is too short to try the others")
+
+
+class SlowStep:
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.2)
+        return step(model, batch)
+
+
+def test_ranks_that_rest_hear_from_the_one_that_works_in_time(tmp_path: Path) -> None:
+    """Sixteen steps would take longer than others wait."""
+    first_speeds(tmp_path, policy="balanced", batch_size=16, step=SlowStep(), timeout_s=2.0)
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert record["epochs"][0]["share_by_rank"] == [1.0, 0.0]

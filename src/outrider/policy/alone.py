@@ -37,6 +37,10 @@ TRIED_ONCE_BELOW = 2.5
 TRIED_ONCE_PART = 0.0025
 STRETCH_MS = 2000.0
 STRETCH_MIN, STRETCH_MAX = 16, 1024
+# Ranks that rest wait for the end of a stretch, and must not take the one that works for lost.
+LONGEST_STRETCH_S = 30.0
+FIRST_STRETCH = 1
+"""Batches of a rank of which nothing is measured yet."""
 # The other way is tried again now and then, at a cost of about this part of the time; a trial explores, then measures.
 TRIAL_STEPS = SHARED_STEPS + 8
 TRIAL_PART = 0.01
@@ -60,7 +64,8 @@ GIVES_WAY_BELOW = 0.9
 class Alone:
     """Compares a rank alone with shared steps: its fitted time decides whether to try, what it really takes to stay."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, longest_stretch_s: float = LONGEST_STRETCH_S) -> None:
+        self._longest_ms = 1e3 * longest_stretch_s
         self.rank: int | None = None
         """Who works alone; None while all share."""
         self.lasted = 0
@@ -98,7 +103,10 @@ class Alone:
     @property
     def stretch(self) -> int:
         """Steps until the ranks meet again: few on trial, then about two seconds, so that a wish to stop is heard."""
-        return _stretch(self._expected_ms) if self._is_proven else STRETCH_MIN
+        if not self._expected_ms:
+            return FIRST_STRETCH
+        steps = self._steps_of(self._expected_ms)
+        return steps if self._is_proven else min(STRETCH_MIN, steps)
 
     def begin(self, rank: int, *, slowness: float, steps_left: float) -> None:
         """A rank begins alone, before anything is measured; the slowest takes about `slowness` times as long."""
@@ -106,6 +114,12 @@ class Alone:
         self._left = math.ceil(steps_left) + 1
         self._slowness = slowness
         self.is_unshared = not _pays_for_sharing(slowness, steps_left)
+
+    def _steps_of(self, step_ms: float) -> int:
+        """Of a stretch: two seconds, and not so few that meeting costs, as far as others can wait."""
+        step_ms = max(step_ms, 1e-6)
+        most = max(1, int(self._longest_ms / step_ms))
+        return min(most, max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / step_ms))))
 
     def forget(self) -> None:
         """Shared steps will take another time from now on."""
@@ -206,10 +220,12 @@ class Alone:
             self._ms += facts.compute_ms
             self._batches += facts.batches
         self._has_warmed_up = True
+        if not self._expected_ms and facts.batches:
+            self._expected_ms = facts.compute_ms / facts.batches
         if self._batches >= SHARED_STEPS:
             step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
             # Stretches on trial are short: what meeting costs is spread over as many steps as it will be.
-            self._expected_ms = step_ms + facts.exposed_ms / _stretch(step_ms)
+            self._expected_ms = step_ms + facts.exposed_ms / self._steps_of(step_ms)
             self._is_proven = True
             if self._slowness is not None:
                 return self._try_others_at_first(self._slowness, steps_left)
@@ -317,7 +333,3 @@ def _pays_for_sharing(slowness: float, steps_left: float, *, step_ms: float = ma
     """Whether a first trial of sharing costs little of so many steps of one rank."""
     steps = FIRST_TRIAL_STEPS * (1 + FIXED_PART * slowness) + WARM_UP_MS * slowness / max(step_ms, 1e-6)
     return steps <= FIRST_TRIAL_PART * steps_left
-
-
-def _stretch(step_ms: float) -> int:
-    return max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / max(step_ms, 1e-6))))

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.policy.alone import SMALL_HELP, Alone
+from outrider.policy.alone import LONGEST_STRETCH_S, SMALL_HELP, Alone
 from outrider.policy.effects import AverageReport, Batch, Decision
 from outrider.policy.step_cost import Cost, GivenCost, TimeModel, slowest_ms
 from outrider.policy.weights import proportions
@@ -179,10 +179,12 @@ class Splitter:
         caps: Caps | None = None,
         may_rest: bool = False,
         shares_first: bool = False,
+        longest_stretch_s: float = LONGEST_STRETCH_S,
     ) -> None:
         """`may_rest` where the driver lets one rank work alone while the others rest.
 
-        `shares_first` where shared steps are to be seen, however short the run.
+        `shares_first` where shared steps are to be seen, however short the run. `longest_stretch_s` is how long others
+        may wait for a rank that works alone.
         """
         self._world_size = world_size
         self._shares = None if shares is None else proportions("shares", shares, world_size=world_size)
@@ -200,7 +202,7 @@ class Splitter:
         # What a user shared out, or what a device cannot hold, nobody does alone.
         self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
         self._may_begin_alone = self._may_rest and not shares_first
-        self._alone = Alone()
+        self._alone = Alone(longest_stretch_s=longest_stretch_s)
 
     @property
     def lone(self) -> int | None:

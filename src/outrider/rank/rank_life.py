@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.data.epoch_pass import EpochPass
 from outrider.errors import DataError
+from outrider.policy.alone import LONGEST_STRETCH_S
 from outrider.policy.batch_splitter import Splitter
 from outrider.policy.effects import AverageReport, Decision, Lease, Seat
 from outrider.policy.policies import open_policy
@@ -56,6 +57,9 @@ from outrider.replica.rank_replica import RankReplica
 from outrider.replica.recipe import LoopRecipe
 from outrider.world.messages import Link
 from outrider.world.world import World
+
+# Of `timeout_s`, for which ranks that rest wait for one that works alone.
+STRETCH_PART = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +111,7 @@ class RankLife:
             speed_hints=recipe.speed_hints,
             may_rest=may_rest,
             shares_first=setting.is_trial,
+            longest_stretch_s=min(LONGEST_STRETCH_S, STRETCH_PART * config.timeout_s),
         )
         self.chooser = PolicyChooser(world_size=world.size)
         self.on_choice = self._send_choice
