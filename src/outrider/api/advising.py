@@ -1,7 +1,7 @@
-"""Measures a user's script or task for a moment on each device and in each policy, and forecasts from that.
+"""Measures a user's script or task in short runs, on each device and with each policy, and forecasts from them.
 
-Decides which short runs are needed, how long each takes, and what a script's record says of its work. `virtual.advice`
-forecasts. Called by `outrider advise` and as `outrider.advise()`.
+Decides which short runs are needed, how long each takes, and how to read a script's work from its record.
+`virtual.advice` computes the forecast. Called by `outrider advise` and as `outrider.advise()`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outrider.world.environment import wanted_devices
 TRIAL_S = 4.0
 """Each short run trains at least this long."""
 MOST_S = 5.0
-"""And at most this many times as long, for the reports below."""
+"""A short run trains at most this many times as long, to collect the reports below."""
 STEPS, WINDOWS = 40, 10
-"""Reports that a short run of shared steps, and one of local steps or of one device alone, are to bring."""
+"""Reports to collect from a short run: the first for shared steps, the second for local steps or a single device."""
 START_S = 600.0
 _POLL_S = 0.1
 
@@ -57,7 +57,7 @@ class _TrialPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is set in place of the user's: shares and hints are given per device, and these may be fewer."""
+        """Options that replace the user's; shares and hints are per device, and a short run may have fewer devices."""
         return {
             "policy": self.policy,
             "run_dir": str(self.folder),
@@ -71,7 +71,7 @@ class _TrialPlan:
 
 
 class _Deadline:
-    """When a short run has brought enough."""
+    """Decides when a short run has measured enough."""
 
     def __init__(self, plan: _TrialPlan) -> None:
         self._plan = plan
@@ -93,13 +93,13 @@ class _Deadline:
                 )
             return False
         trained_s = now_s - self._first_s
-        # Slow steps take longer than asked for: too few would measure nothing.
+        # With slow steps the run takes longer than asked for, because too few reports would measure nothing.
         is_late = trained_s >= MOST_S * seconds and reports >= 2 * LEAST_REPORTS
         return (trained_s >= seconds and reports >= self._wanted) or is_late
 
 
 class _Trials(ABC):
-    """How one short run is made."""
+    """Makes short runs."""
 
     @abstractmethod
     def run(self, plan: _TrialPlan) -> None:
@@ -147,10 +147,10 @@ def advise(
     seconds: float = TRIAL_S,
     **options: Unpack[Options],
 ) -> Advice:
-    """Measure a task of `train()` for a moment on its devices, and forecast every policy on every choice of them.
+    """Measure a task of `train()` in short runs, and forecast every policy on every choice of its devices.
 
-    Takes the arguments of `train()`. Each short run trains at least `seconds`; nothing that it learns is kept.
-    `print()` shows the result; a later run of the same task in this folder compares itself with it.
+    Takes the arguments of `train()`. Each short run trains for at least `seconds` and saves no model. `print()` shows
+    the result. A later run of the same task in this folder compares itself with the forecast.
     """
     required = {"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}
     make_order(required, options)
@@ -161,7 +161,7 @@ def advise(
 def advise_script(
     command: UserCommand, *, devices: str, seconds: float = TRIAL_S, tell: OnProgress = lambda text: None
 ) -> Advice:
-    """The same for a user's script; `tell` gets a line before and after each short run."""
+    """Like `advise` for a user's script; `tell` gets a line before and after each short run."""
     return _advise(_ScriptTrials(command), devices=devices, seconds=seconds, tell=tell)
 
 
@@ -184,7 +184,7 @@ def _advise(trials: _Trials, *, devices: str | Sequence[str], seconds: float, te
 
 
 def _keep(advice: Advice) -> None:
-    """Keep it for later runs; what was measured is shown also where it cannot be kept."""
+    """Save the advice for later runs; if that fails, it is still shown."""
     try:
         keep_advice(as_document(advice))
     except OutriderError as error:
@@ -192,7 +192,7 @@ def _keep(advice: Advice) -> None:
 
 
 def _plans(devices: tuple[str, ...], scratch: Path, *, seconds: float) -> list[_TrialPlan]:
-    """Each device alone, each policy on all of them, and each device alone once more."""
+    """Plan the short runs: each device alone, each policy on all devices, and each device alone once more."""
     alone: list[tuple[str, tuple[str, ...]]] = [(SOLO_POLICY, (name,)) for name in dict.fromkeys(devices)]
     together = [(policy, devices) for policy in TRIAL_POLICIES]
     wanted = [*alone, *together, *alone] if len(devices) > 1 else alone
@@ -213,7 +213,7 @@ def _measure(trials: _Trials, plan: _TrialPlan, tell: OnProgress, *, place: str)
 
 
 def _workload(folder: RunFolder) -> TrainingWork:
-    """What the first short run recorded about the script's work."""
+    """Read the script's work from the record of the first short run."""
     record, config = folder.read_json("record.json"), folder.read_json("config.json")
     assert record is not None, "a run that brought reports has a record"
     options = record["options"]

@@ -74,7 +74,7 @@ class DdpBuilder:
         return self._with("epochs", number)
 
     def batch_size(self, size: int | Sequence[int] | Mapping[str, int]) -> DdpBuilder:
-        """Samples per step: of each rank, for `balanced` of the whole world."""
+        """Samples per step: of each rank, for `auto` and `balanced` of the whole world."""
         return self._with("batch_size", size)
 
     def epochs(self, number: int) -> DdpBuilder:

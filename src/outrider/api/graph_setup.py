@@ -42,7 +42,7 @@ def setup(
     except BaseException as error:
         session.__exit__(type(error), error, error.__traceback__)
         raise
-    # Where the session talks, its own line at the start says it.
+    # If the session prints its own line at the start, that line has the same facts.
     quiet = options.get("quiet", "auto")
     if session.is_main and quiet is not True and not RunTalk.open(quiet).is_on:
         print(_facts(session, policy_spec(options.get("policy", DEFAULT_POLICY)).name), file=sys.stderr)
@@ -59,7 +59,7 @@ def _make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter
 
 
 def _facts(session: Session, policy: str) -> str:
-    """One line about the hardware."""
+    """Describe the hardware in one line."""
     if session.world_size == 1:
         return f"outrider: 1 rank on {_describe(session.device)}, {torch.get_num_threads()} threads"
     assert session.backend is not None

@@ -1,6 +1,6 @@
-"""Opens averages that no policy asks for: those of `wrap()`, and of running means.
+"""Opens averages that no policy requests: those of `wrap()` and of running means.
 
-Decides on which device their sums are formed. The callers decide when to average.
+Decides on which device they are summed. The callers decide when to average.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.world.world import World
 
 
 def open_averages(arena: Arena, *, world: World, backend: BackendChoice, what: str) -> Primitives | None:
-    """None in a world of one rank, where there is nothing to average; `what` names the cargo in errors."""
+    """Open averages for the arena; returns None in a world of one rank. `what` names the averaged data in errors."""
     if world.size == 1:
         return None
     device = world.device if backend.spec.on_device else torch.device("cpu")

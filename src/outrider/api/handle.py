@@ -73,13 +73,13 @@ class Trained:
 
 
 class Run(abc.ABC):
-    """A running run: iterate over its epochs, `poll()`, `stop()` or `join()` it."""
+    """The handle of a run: iterate over its epochs, `poll()`, `stop()` or `join()` it."""
 
     def __init__(self, folder: RunFolder, talk: RunTalk) -> None:
         self._folder = folder
         self._talk = talk
         self.epochs: list[EpochMetrics] = []
-        """The epochs that were received so far."""
+        """The epochs received so far."""
         self._num_polled = 0
         self._model_file: Path | None = None
 
@@ -88,7 +88,7 @@ class Run(abc.ABC):
 
     @property
     def run_dir(self) -> Path:
-        """The run folder; under torchrun that of rank 0, known once the ranks have joined."""
+        """The run folder; under torchrun rank 0 chooses it, and it is known once the ranks have joined."""
         return self._folder.path
 
     def __iter__(self) -> Iterator[EpochMetrics]:
@@ -212,7 +212,7 @@ class StartedRun(Run):
         self._close_page()
 
     def _close_page(self) -> None:
-        """Only after the record: the live page shows how the run ended."""
+        """Close the live page; called after the record is written, because the page shows how the run ended."""
         page, self._page = self._page, None
         if page is not None:
             page.close()
@@ -238,7 +238,7 @@ class StartedRun(Run):
         say_stopping(number, within_s=self._grace_s)
 
     def _await_interrupted(self) -> None:
-        """Ask the ranks to stop in order; they are killed after the grace period, or at once at another signal."""
+        """Ask the ranks to stop in an orderly way; kill them after the grace period, or at once on a second signal."""
         try:
             self.ranks.wait()
         except (KeyboardInterrupt, SystemExit):
@@ -247,7 +247,7 @@ class StartedRun(Run):
             self._conclude()
 
     def _conclude_interrupted(self, number: signal.Signals) -> None:
-        """After ranks ended because of a signal: update the record, print what was saved, and end the program."""
+        """After ranks ended because of a signal: update the record, print what was saved, and exit the program."""
         if not self._has_recorded_end():
             close_record(self._folder, status="interrupted")
         if not self._is_concluded:
@@ -262,7 +262,7 @@ class StartedRun(Run):
         return record is not None and record != self._record_before and record["status"] in ENDED
 
     def _end_at_exit(self) -> None:
-        # A fork of the starter also runs this at its exit, and must not end the ranks.
+        # A fork of the starter also runs this at exit, and must not end the ranks.
         if os.getpid() != self._starter_pid:
             return
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) and self.is_running:
@@ -327,7 +327,7 @@ class StartedRun(Run):
         return True
 
     def _next_message(self, timeout_s: float | None) -> Message | None:
-        """Wait for a message; a signal during the wait stops the run in order and is raised at its end."""
+        """Wait for a message; a signal during the wait stops the run in an orderly way and is then raised."""
         self._is_waiting = True
         try:
             with self._make_guard(signal.SIGINT):
@@ -393,7 +393,7 @@ class AdoptedRun(Run):
         return True
 
     def _end(self) -> None:
-        """After the end of training: a signal that stopped it now ends the program."""
+        """After training has ended: if a signal stopped it, let the signal end the program now."""
         self._has_ended = True
         number = self._link.interrupted_by
         if number is not None:

@@ -57,7 +57,7 @@ def find_link(order: CheckedSession) -> Link:
 def _start_ranks(order: CheckedSession, devices: Sequence[DeviceSpec], *, was_asked: bool) -> tuple[DeviceSpec, ...]:
     """Run the script once per device and exit with its exit code; a notebook continues with one device.
 
-    One device gets a process of its own too where it is a slice of a GPU: its share is set when a process starts.
+    A single device also gets its own process if it is a slice of a GPU, because its share is set at process start.
     """
     config = order.config
     pythons = rank_pythons(wanted_environments(config.environments), devices)
@@ -69,7 +69,7 @@ def _start_ranks(order: CheckedSession, devices: Sequence[DeviceSpec], *, was_as
     _refuse_thread(devices)
     run_dir = config.run_dir or new_run_dir(order.recipe.policy_spec.name)
     sys.stdout.flush()
-    # Before the logs of the ranks, which another run in this folder would lose.
+    # Lock before opening the ranks' logs: these would overwrite the logs of another run in this folder.
     lock = FolderLock.take(RunFolder(run_dir))
     try:
         code = run_in_ranks(
@@ -99,7 +99,7 @@ def _refuse_thread(devices: Sequence[DeviceSpec]) -> None:
 def _end_starter(code: int) -> NoReturn:
     """End this process, whose model was not trained.
 
-    Not by SystemExit: what the script does in `finally` or `except`, saving its model for instance, is for the ranks.
+    SystemExit would run the script's `finally` and `except` blocks, which may save its model; only the ranks may do so.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

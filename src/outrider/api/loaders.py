@@ -90,7 +90,7 @@ def as_source(
 def _numbering(
     dataset: Any, *, length: int | None, shuffle: bool | None, order: Any, workers: int | None
 ) -> dict[str, Any]:
-    """How samples get positions: an order of the user's own, or the numbers of a stream's items."""
+    """Decide how samples get positions: from the user's own order, or from the item numbers of a stream."""
     if is_stream(dataset):
         refuse_for_stream(dataset, shuffle=shuffle, order=order, workers=workers)
         if length is not None:
@@ -116,13 +116,13 @@ def refuse_to_override(sequence: SampleSequence, given: Mapping[str, Any], *, al
     """Raise where an argument and the user's own sequence of samples contradict each other."""
     names = (always, "batch_size", "drop_last") if sequence.has_batches else (always,)
     for name in names:
-        # Not in an order of its own is what shuffle=False says too.
+        # shuffle=False does not contradict the user's own order.
         if given.get(name) is not None and given[name] is not False:
             raise ConfigError(f"{name} was given, but {sequence.name} decides that already", hint=f"leave {name} out")
 
 
 def loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The settings of a DataLoader by the names of `Source`; those that cannot be honoured are refused."""
+    """The settings of a DataLoader under the field names of `Source`; raises for settings that cannot be honoured."""
     _refuse(loader)
     seed = _order_seed(loader)
     settings: dict[str, Any] = {
@@ -144,7 +144,7 @@ def loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _batching(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Order and batches: torch's own ways, the sequence of a sampler, or the batches of a batch sampler."""
+    """Read order and batches: torch's own order, the sequence of a sampler, or the batches of a batch sampler."""
     batches: Any = loader.batch_sampler
     if type(batches) is not BatchSampler:
         # A position is a whole batch.
@@ -188,7 +188,7 @@ def _way_out(loader: DataLoader[Any]) -> str:
 
 
 def _decider(loader: DataLoader[Any]) -> str | None:
-    """The part of a DataLoader that decides about ranks or batches in a way that cannot be taken over."""
+    """Name the part of a DataLoader that assigns samples to ranks or batches in a way we cannot reproduce."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"an __iter__ of its own ({type(loader).__name__})"
     if loader.batch_sampler is None:
@@ -202,7 +202,7 @@ def _distributed(loader: DataLoader[Any]) -> bool:
 
 
 def _is_plain(sampler: Any, loader: DataLoader[Any]) -> bool:
-    """Whether the order is the data set's own, or a permutation of it."""
+    """Whether the sampler yields the data set's own order or a permutation of it."""
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
         return False
     return type(sampler).__iter__ in (RandomSampler.__iter__, SequentialSampler.__iter__)

@@ -1,6 +1,6 @@
-"""The progress of a run in a notebook: a widget where ipywidgets is installed, else a line of text in the cell.
+"""The progress of a run in a notebook: a widget if ipywidgets is installed, else a line of text in the cell.
 
-Decides what a notebook is, and how progress is shown in its output. Used by `RunTalk` in place of the terminal's bar.
+Decides what counts as a notebook, and how its output shows progress. Used by `RunTalk` instead of the terminal's bar.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class ProgressOutput(Protocol):
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook; IPython in a terminal is none."""
-    # Not imported: a program that is no notebook does not pay for IPython.
+    """Whether this process is the kernel of a notebook; IPython in a terminal does not count."""
+    # Looked up instead of imported, so that programs outside notebooks do not pay for importing IPython.
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookBar(ProgressBar):
-    """Shows progress below the cell; stays while the program prints, and goes at the end of the run."""
+    """Shows progress below the cell; stays while the program prints, and disappears at the end of the run."""
 
     def __init__(self, output: ProgressOutput, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(sys.stderr, clock=clock)
@@ -46,14 +46,14 @@ class NotebookBar(ProgressBar):
         self._output.show(text, self._fraction)
 
     def clear(self) -> None:
-        """Nothing to remove: what the program prints has its own place."""
+        """Do nothing: printed text does not collide with the bar in a notebook."""
 
     def close(self) -> None:
         self._output.close()
 
 
 class WidgetOutput:
-    """A bar of ipywidgets and the words beside it."""
+    """A bar of ipywidgets with text beside it."""
 
     def __init__(self, widgets: Any, display: Callable[[Any], Any]) -> None:
         self._bar = widgets.FloatProgress(min=0.0, max=1.0)
@@ -97,7 +97,7 @@ class TextOutput:
 
 
 def open_notebook_bar() -> NotebookBar:
-    """The bar for the notebook in whose kernel this process runs."""
+    """Open the bar of the notebook whose kernel is this process."""
     from IPython.display import display
 
     try:
@@ -108,5 +108,5 @@ def open_notebook_bar() -> NotebookBar:
 
 
 def _without_bar(text: str) -> str:
-    """The words of the terminal's line, without the bar drawn in characters."""
+    """Remove the bar drawn in characters from the terminal's line."""
     return "  ".join(part for part in text.split("  ") if not part.startswith("["))

@@ -24,12 +24,12 @@ class Option:
 
     name: str
     type: Any
-    """As users pass it; Recipe and RunConfig may keep it in another form."""
+    """The type that users pass; Recipe and RunConfig may store another one."""
     default: Any
-    """MISSING where the option is required."""
+    """MISSING if the option is required."""
     info: OptionInfo
     is_of_lab: bool
-    """What is trained and how, not where: `lab()` takes it as well."""
+    """Whether `lab()` takes the option too, because it is about the model and its training, not about devices."""
 
 
 def _rows(kind: type) -> list[Option]:

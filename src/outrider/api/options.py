@@ -105,7 +105,7 @@ class Options(SessionOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedRun:
-    """A whole run, checked."""
+    """The checked options of a run of `train()`."""
 
     recipe: Recipe
     config: RunConfig
@@ -113,14 +113,14 @@ class CheckedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSession:
-    """The same for a session: models, data and steps are the user's."""
+    """The checked options of a session, where the user owns models, data and steps."""
 
     recipe: LoopRecipe
     config: RunConfig
 
 
 def make_order(required: Mapping[str, Any], options: Mapping[str, Any]) -> CheckedRun:
-    """Check names, read values and build the recipe and the run's conditions."""
+    """Check names, convert values, and build the Recipe and the RunConfig."""
     _check_names(options, valid=list(Options.__annotations__), owner="train")
     dataset, options = read_data(required["dataset"], options)
     required = {**required, "dataset": dataset}
@@ -134,7 +134,7 @@ def make_order(required: Mapping[str, Any], options: Mapping[str, Any]) -> Check
 
 
 def make_session_order(options: Mapping[str, Any]) -> CheckedSession:
-    """The same for a session, without the options about models, data and steps."""
+    """Like `make_order` for a session, without the options about models, data and steps."""
     if "micro_batch" in options:
         raise ConfigError(
             "a loop of your own does not take micro_batch: the forward pass is in the loop, not in outrider",
@@ -157,7 +157,7 @@ _overridden: list[bool] = []
 
 
 def overridden(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run, with those that `outrider advise` or `outrider compare` sets in their place."""
+    """The options of a run, some replaced by values that `outrider advise` or `outrider compare` sets."""
     given = overrides()
     if not given:
         return dict(options)
@@ -168,7 +168,7 @@ def overridden(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of the recipe and those of the run's conditions."""
+    """Split values into those of the Recipe and those of the RunConfig."""
     given = {name: _read(name, value) for name, value in values.items()}
     config_names = {field.name for field in fields(RunConfig)}
     recipe = {name: value for name, value in given.items() if name not in config_names}
@@ -184,7 +184,7 @@ def _check_names(options: Mapping[str, Any], *, valid: Collection[str], owner: s
 
 
 def _read(name: str, value: Any) -> Any:
-    """Sequences become tuples, paths become Paths, names of outer optimizers become their settings."""
+    """Convert sequences to tuples, paths to Paths, and names of outer optimizers to their settings."""
     if name in ("shares", "speed_hints") and value is not None:
         return tuple(float(part) for part in value)
     if name == "batch_size" and isinstance(value, Mapping):

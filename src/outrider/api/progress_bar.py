@@ -19,7 +19,7 @@ _STREAMS = ("stdout", "stderr")
 
 
 class ProgressBar:
-    """Drawn by `show()` and removed by `clear()`; what the program prints meanwhile removes it too."""
+    """A bar that `show()` draws and `clear()` removes; output of the program removes it too."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class ProgressBar:
         return self._clock() - self._drawn_s >= DRAW_EVERY_S
 
     def say(self, text: str) -> None:
-        """Show a text in the place of the bar."""
+        """Show a text instead of the bar."""
         self._draw(text)
 
     def show(self, label: str, fraction: float, *, loss: float | None = None) -> None:
@@ -46,7 +46,7 @@ class ProgressBar:
             self._draw(bar_text(label, fraction, loss=loss, eta_s=self._eta_s(now_s, fraction)))
 
     def clear(self) -> None:
-        """Remove the bar, before something else is printed."""
+        """Remove the bar before something else is printed."""
         self._wipe()
         for name, stream in self._replaced.items():
             if isinstance(getattr(sys, name), _ClearingStream):
@@ -84,7 +84,7 @@ class ProgressBar:
 
 
 class _ClearingStream:
-    """The user's stream, which removes the bar before a text is written."""
+    """Wraps the user's stream and removes the bar before text is written."""
 
     def __init__(self, stream: TextIO, wipe: Callable[[], None]) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class _ClearingStream:
 
 
 def bar_text(label: str, fraction: float, *, loss: float | None, eta_s: float | None) -> str:
-    """The bar, for 80 columns."""
+    """The text of the bar, for 80 columns."""
     done = round(min(1.0, fraction) * _WIDTH)
     parts = [label, f"[{'#' * done}{'.' * (_WIDTH - done)}]", f"{fraction:4.0%}"]
     if loss is not None:

@@ -1,6 +1,7 @@
-"""What `outrider replay` asks of the script that it runs: a replay in place of training.
+"""The request of `outrider replay` to the script that it runs: replay instead of training.
 
-Decides how the wish travels. Light, because `train()` and `Session` ask for it at every start; `replaying` fulfils it.
+Decides how the request is passed on. Imports little, because `train()` and `Session` check for it at every start.
+`replaying` does the replay.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from outrider.errors import ConfigError, OutriderError
 
 _VARIABLE = "OUTRIDER_REPLAY"
 DEPARTED = 3
-"""The exit code of `outrider replay` where the replay departs from the recording; errors have 1."""
+"""The exit code of `outrider replay` if the replay differs from the recording; errors have 1."""
 LOOP_HINT = "write its step as a function and call outrider.replay(run, model, optimizer, step, dataset, ...)"
-"""The way out for a loop of the user, which runs in one process per rank."""
+"""The hint for a user's own loop, which runs in one process per rank and cannot be replayed as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayWish:
-    """What the command asks of the `train()` of a script."""
+    """The request of the command to the `train()` of a script."""
 
     run: str
     answer: str
-    """The file for the exit code of the replay; without it, the command knows that nothing was replayed."""
+    """The file for the exit code of the replay; if the file is missing, the command knows that nothing was replayed."""
     losses: str | None = None
     as_json: bool = False
 
@@ -35,7 +36,7 @@ class ReplayWish:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     def end(self, code: int) -> NoReturn:
-        """Answer the command and end the program; the answer counts also if the script goes on after SystemExit."""
+        """Write the answer and exit; the answer holds even if the script continues after SystemExit."""
         Path(self.answer).write_text(str(code))
         sys.exit(code)
 
@@ -46,13 +47,13 @@ class ReplayWish:
 
 
 def wanted_replay() -> ReplayWish | None:
-    """What the command asks of this process."""
+    """The request to this process; None if there is none."""
     told = os.environ.get(_VARIABLE)
     return None if told is None else ReplayWish(**json.loads(told))
 
 
 def refuse_replay() -> None:
-    """End the program if a session is opened where the command wants a replay."""
+    """End the program if a session is opened although the command requested a replay."""
     if (wish := wanted_replay()) is not None:
         wish.fail(
             ConfigError(

@@ -1,7 +1,7 @@
-"""`outrider.replay()`: do a recorded run again in this process, to look at every step of it.
+"""`outrider.replay()`: repeat a recorded run in this process, to look at every step of it.
 
-Decides whether a recording belongs to the arguments, and under which conditions of the process bits can be the same.
-`outrider replay` runs a script again with the variable `OUTRIDER_REPLAY`, in which `train()` calls this.
+Decides whether a recording belongs to the arguments, and how to set up the process for bit-identical results.
+`outrider replay` runs a script again with the variable `OUTRIDER_REPLAY`; `train()` in that script then calls this.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def replay(
 ) -> Replay:
     """Train again in this process exactly as a run with `record_schedule=True` did, and compare.
 
-    The arguments are those that the run was given. The result has the loss of every step of every rank, the model, and
-    the place where the replay first departs from the recording, if it does. Nothing is evaluated, saved or called back.
+    Pass the arguments of the run. The result has the loss of every step of every rank, the model, and the first place
+    where the replay differs from the recording, if any. Nothing is evaluated or saved, and no callback is called.
     """
     order = make_order({"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}, options)
     return _replay(Path(run), order)
 
 
 def _replay(folder: Path, order: CheckedRun) -> Replay:
-    # A run that failed early has no record yet, and a loop of one's own has no configuration.
+    # A run that failed early has no record yet, and a run with a user's own loop has no configuration.
     record = read_record(folder) or read_json(folder / "config.json")
     devices = tuple(record["devices"])
     recipe = order.recipe.with_devices(devices)
@@ -55,7 +55,7 @@ def _replay(folder: Path, order: CheckedRun) -> Replay:
     if not path.is_file():
         if not (folder / "schedules").is_dir():
             raise DataError(f"{folder} has no recorded schedule", hint="pass record_schedule=True to the run")
-        # A run that failed has only the files of its ranks.
+        # A failed run has only the schedule files of its ranks.
         merge_schedules(folder, world_size=len(devices))
     others = [device for device in devices if not device.startswith("cpu")]
     bare = replace(recipe, evaluate=None, eval_dataset=None)
@@ -66,7 +66,7 @@ def _replay(folder: Path, order: CheckedRun) -> Replay:
 
 
 def _refuse_other_options(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
-    """Raise where the arguments are not those of the run."""
+    """Raise if the arguments differ from those of the run."""
     given = json.loads(json.dumps(recipes.settings(recipe), default=str))
     for name, value in given.items():
         if name in recorded and recorded[name] != value and name not in ("evaluate", "eval_dataset"):
@@ -78,7 +78,7 @@ def _refuse_other_options(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _as_in_a_rank(record: Mapping[str, Any]) -> Iterator[None]:
-    """As many threads as a rank had, and small numbers rounded to zero as there: sums differ in bits otherwise."""
+    """Use the thread count of a rank and flush denormals as ranks do; otherwise sums differ in their last bits."""
     threads = record.get("environment", {}).get("threads_per_rank")
     before = torch.get_num_threads()
     if threads is not None:
@@ -91,11 +91,11 @@ def _as_in_a_rank(record: Mapping[str, Any]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# What `outrider replay` asks of a script
+# Replays that `outrider replay` requests from a script
 
 
 def replay_instead(order: CheckedRun, wish: ReplayWish) -> NoReturn:
-    """Replay in place of training, report, and end the program: what comes after `train()` belongs to the run."""
+    """Replay instead of training, report, and exit, because the code after `train()` expects a real run."""
     try:
         result = _replay(Path(wish.run), order)
         print(json.dumps(_document(result), indent=1) if wish.as_json else "\n".join(replay_lines(result)), flush=True)

@@ -1,7 +1,7 @@
-"""A run as a notebook shows it: verdict, loss curve and each device's share, as a small piece of HTML.
+"""Shows a run in a notebook as a small piece of HTML: verdict, loss curve and each device's share.
 
-Decides what is shown and how. It has no scripts, loads nothing, and stays small however long the run is. Called by the
-handle of a run and by sessions, whose last value in a cell is drawn.
+Decides what is shown and how. The HTML has no scripts, loads nothing, and stays small however long the run is. Called
+by run handles and sessions when they are the last value in a cell.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GREY = "opacity:.65"
 
 
 def run_html(folder: Path) -> str:
-    """The run in this folder, running or ended."""
+    """The HTML of the run in this folder, which may still be running."""
     record = read_record(folder) or {}
     epochs: list[dict[str, Any]] = record.get("epochs") or []
     parts = [
@@ -93,7 +93,7 @@ def _line(points: Sequence[str]) -> str:
 def _thinned(losses: Sequence[float | None]) -> list[tuple[int, float | None]]:
     every = -(-len(losses) // _MAX_POINTS)
     kept = list(enumerate(losses))[::every]
-    # The newest value is the one that is looked for.
+    # Always keep the newest value, because readers look for it.
     return kept if kept[-1][0] == len(losses) - 1 else [*kept, (len(losses) - 1, losses[-1])]
 
 

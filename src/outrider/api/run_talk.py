@@ -1,7 +1,7 @@
-"""What a run says to its user: a line at the start, a progress bar meanwhile, a line at the end; all on stderr.
+"""Prints the output of a run on stderr: a line at the start, a progress bar, and a line at the end.
 
-Decides when anything is said: in a terminal or a notebook, unless `quiet` says otherwise. Used by `train()` in the
-process that started the ranks, and by rank 0 of a session or under torchrun.
+Decides when to print: in a terminal or a notebook, unless `quiet` says otherwise. Used by `train()` in the process that
+started the ranks, and by rank 0 of a session or under torchrun.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from outrider.world.messages import Message
 
 
 class RunTalk:
-    """The talk of one run; `is_on` false makes it silent."""
+    """The output of one run; silent if `is_on` is false."""
 
     def __init__(self, *, is_on: bool = False, bar: ProgressBar | None = None) -> None:
         self.is_on = is_on
         self.bar = bar
         """None outside of a terminal or a notebook."""
         self.is_stopping = False
-        """After a signal the bar is not drawn again; set in a signal handler, which must not touch the streams."""
+        """Whether a signal arrived; the bar is then not drawn again. Signal handlers set this: they must not print."""
         self._epoch = 0
         self._samples: dict[int, int] = {}
-        """Samples of each rank in this epoch, as far as ranks told."""
+        """Samples of each rank in this epoch, as last reported."""
         self._start_line: Callable[..., str] | None = None
 
     @classmethod
     def open(cls, quiet: bool | Literal["auto"], *, is_main: bool = True) -> RunTalk:
-        """Of several ranks only the main one talks."""
+        """Open the output of a run; of several ranks only the main one prints."""
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        # Prompts and notebooks set ps1; a notebook's stderr is no terminal.
+        # Prompts and notebooks set ps1; a notebook's stderr is not a terminal.
         is_watched = is_terminal or hasattr(sys, "ps1")
         if not is_main or quiet is True or (quiet == "auto" and not is_watched):
             return cls()
@@ -48,7 +48,7 @@ class RunTalk:
         return cls(is_on=True, bar=ProgressBar(sys.stderr) if has_bar else None)
 
     def introduce(self, devices: Sequence[str], *, policy: PolicySpec, folder: Path) -> None:
-        """What the line at the start says, apart from what is known only with the optimizer."""
+        """Set the contents of the first line, except for facts that are known only with the optimizer."""
         self._start_line = partial(start_line, devices, policy=policy, folder=folder)
 
     def await_ranks(self, devices: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class RunTalk:
             self.bar.say(f"starting {len(devices)} rank{'' if len(devices) == 1 else 's'}")
 
     def begin(self, learning: str | None) -> None:
-        """Print the line at the start, once; `learning` is what the run changes about learning."""
+        """Print the line at the start, once; `learning` describes what the run changes about learning."""
         line, self._start_line = self._start_line, None
         if line is not None:
             self._say(line(learning=learning))
@@ -67,7 +67,7 @@ class RunTalk:
         self._say(f"{steps} steps: {reason}")
 
     def saw(self, message: Message) -> None:
-        """Show what ranks of `train()` tell: the beginning, and their progress."""
+        """Show messages from ranks of `train()`: the start and their progress."""
         if message.kind == "learning":
             self.begin(message.fields["words"])
         elif message.kind == "choice":
@@ -79,7 +79,7 @@ class RunTalk:
             self._note_samples(message)
             if message.rank == 0 and self.bar.is_due() and not self.is_stopping:
                 fields = message.fields
-                # Under torchrun only rank 0 tells; of the others it knows what averages have brought together.
+                # Under torchrun only rank 0 reports; it learns the samples of other ranks from averages.
                 done = fields["seen"] + max(fields["reached"], sum(self._samples.values()))
                 label = f"epoch {fields['epoch'] + 1}/{fields['num_epochs']}"
                 self.bar.show(label, min(1.0, done / fields["total"]), loss=fields["loss"])
@@ -90,12 +90,12 @@ class RunTalk:
         self._samples[message.rank] = message.fields["samples"]
 
     def pause(self) -> None:
-        """Remove the bar, before the user's program goes on."""
+        """Remove the bar before the user's program continues."""
         if self.bar is not None:
             self.bar.clear()
 
     def warn(self, text: str) -> None:
-        """Print what a user should know, also where the run is quiet."""
+        """Print a warning, even if the run is quiet."""
         self.pause()
         print(f"outrider: {text}", file=sys.stderr, flush=True)
 

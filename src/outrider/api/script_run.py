@@ -1,7 +1,7 @@
-"""Runs a user's unchanged script in a process of its own, with some options in place of the script's.
+"""Runs a user's unchanged script in its own process, with some of the script's options replaced.
 
-Decides how the script is started, stopped and watched, and what its failure says. Used by `outrider advise` for short
-runs and by `outrider compare` for whole ones; `outrider run` replaces its own process instead.
+Decides how the script is started, stopped and watched, and how its failure is reported. Used by `outrider advise` for
+short runs and by `outrider compare` for whole ones; `outrider run` replaces its own process instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.machine.variants import project_python
 from outrider.world.environment import script_variables
 
 STOP_S = 60.0
-"""A script that was asked to stop is killed after this time; its ranks end with it."""
+"""A script that was asked to stop is killed after this time, and its ranks end with it."""
 _SHOWN_LINES = 12
 _OUR_ERROR = re.compile(
     r"^(?:outrider\.errors\.\w+|error): (?P<message>[^\n]+)\nhint: (?P<hint>[^\n]+)\s*\Z", re.MULTILINE
@@ -54,7 +54,7 @@ class UserCommand:
 
 
 class ScriptRun:
-    """One run of the script: `with ScriptRun(...) as run:`; what it prints goes to a log."""
+    """One run of the script: `with ScriptRun(...) as run:`; its output goes to a log."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ScriptRun:
             self._process.wait(seconds)
 
     def stop(self) -> None:
-        """Let the run stop at its next average and the script end; whatever it does then, it ends."""
+        """Ask the run to stop at its next average and wait for the script to end; kill it if it takes too long."""
         if not self.is_running:
             return
         self._is_stopped = True
@@ -104,7 +104,7 @@ class ScriptRun:
             self._process.wait()
 
     def raise_failure(self) -> None:
-        """Raise an error if the script ended by itself, and not well."""
+        """Raise an error if the script ended by itself with a non-zero exit code."""
         code = self._process.returncode
         if self._is_stopped or code in (None, 0):
             return
@@ -117,13 +117,13 @@ class ScriptRun:
         )
 
     def _refusal(self) -> tuple[str, str] | None:
-        """The message and the hint of an error of ours that ended the script, if one did."""
+        """The message and the hint of the Outrider error that ended the script, if any."""
         text = self._log.read_text(encoding="utf-8", errors="replace").rstrip()
         found = _OUR_ERROR.search(text)
         return None if found is None else (found["message"], found["hint"])
 
     def last_lines(self) -> str:
-        """The end of what the script printed."""
+        """The last lines of the script's output."""
         text = self._log.read_text(encoding="utf-8", errors="replace").rstrip()
         return "\n".join(f"  {line}" for line in text.splitlines()[-_SHOWN_LINES:])
 

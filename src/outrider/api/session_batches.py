@@ -1,7 +1,7 @@
-"""What `Session.batches()` returns: the batches of this rank, with a length that is equal on all ranks, and a state.
+"""The result of `Session.batches()`: the batches of this rank, with a length that is equal on all ranks, and a state.
 
-Decides what `len()` means in a loop whose ranks take different numbers of batches, and when the place in a pass can be
-told. The session fetches the batches.
+Decides what `len()` means in a loop whose ranks take different numbers of batches, and when the position in a pass is
+known. The session fetches the batches.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from outrider.data.pass_state import PassState
 
 
 class PassPlace:
-    """The place of one `SessionBatches` in its pass."""
+    """The position of one `SessionBatches` in its pass."""
 
     def __init__(self) -> None:
         self.loaded: PassState | None = None
         self.now: Callable[[], PassState] | None = None
-        """While a pass is under way."""
+        """Returns the current position; set while a pass is running."""
         self.ended: PassState | None = None
 
     def begin(self) -> PassState | None:
-        """From where the pass goes on; None: from its beginning."""
+        """Take the state from which the pass continues; None if it starts from its beginning."""
         loaded, self.loaded = self.loaded, None
         return loaded
 
@@ -33,9 +33,9 @@ class PassPlace:
 class SessionBatches(Iterator[Any]):
     """The batches of one pass on this rank; a loop after the end of a pass begins the next one.
 
-    `len()` is the number of steps of the pass as one device would take them: its samples divided by `batch_size`,
-    rounded up. It is equal on all ranks, and `global_step` and prepared schedules advance by it in a pass. Of several
-    ranks each takes only a part of the batches, except with `balanced`, where every rank takes part in every batch.
+    `len()` is the number of steps that one device would take in the pass: its samples divided by `batch_size`, rounded
+    up. It is equal on all ranks, and `global_step` and prepared schedules advance by it in a pass. With several ranks,
+    each takes only some of the batches, except with `balanced`, where every rank takes part in every batch.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class SessionBatches(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Take no more batches, as when a generator is closed; the pass ends with the next call of the session."""
+        """Stop taking batches, as when a generator is closed; the pass ends with the next call to the session."""
         self._batches.close()
         self._is_left = self._place.now is not None
         self._is_over = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the pass: the samples that the model of this rank has not learned from yet.
+        """The position in the pass: the samples that the model of this rank has not learned from yet.
 
-        The batch in hand counts as used. After `close()` all ranks must call this; the state is then exact for the
-        model that they have in common, with every policy.
+        The current batch counts as used. After `close()` all ranks must call this; the state is then exact for the
+        model that all ranks share, with every policy.
         """
         place = self._place
         if place.loaded is not None:
@@ -97,10 +97,10 @@ class SessionBatches(Iterator[Any]):
         return (place.ended or PassState(epoch=self._next_epoch())).as_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next loop over these batches takes what is left of that pass, on any number of ranks."""
+        """Make the next loop over these batches take the rest of that pass, on any number of ranks."""
         loaded = PassState.from_dict(state_dict)
         if self._place.now is not None:
-            # A loop that was left by `break`; its pass ends when the next one begins.
+            # The user left the loop by `break`; its pass ends when the next one begins.
             self.close()
         self._renew()
         self._place.loaded = loaded

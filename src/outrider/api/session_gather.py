@@ -1,7 +1,7 @@
 """Gathers a value of the user over all ranks of a session.
 
-Decides which values may travel: those of JSON, because the store of another launcher is open to other programs, and
-pickles from it would be code. Used by the session.
+Decides which values may be sent: only JSON, because other programs can write to the store of another launcher, and
+unpickling their bytes could run code. Used by the session.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.world.world import World
 
 
 def gather(world: World, value: Any) -> list[Any]:
-    """The values of all ranks, in the order of ranks; all ranks call this."""
+    """Gather the values of all ranks in rank order; all ranks call this."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from outrider.world.messages import Link
 
 
 class SessionInterruption:
-    """Catches the signals of an open session; ranks of our own launcher already catch them in their main function."""
+    """Catches signals during an open session; ranks of our own launcher already catch them in their main function."""
 
     def __init__(self) -> None:
         self.is_raised = False

@@ -17,9 +17,9 @@ from outrider.world.world import World
 
 
 def start_sampler(world: World, *, origin_s: float, is_wanted: bool, folder: Path) -> Sampler | None:
-    """The running sampler on rank 0, None on other ranks or where sampling is off; all ranks call this.
+    """Start the sampler on rank 0; returns None on other ranks or if sampling is off. All ranks call this.
 
-    A session may run without a process that started its ranks, so one of the ranks samples.
+    Rank 0 samples, because a session may run without a process that started its ranks.
     """
     here = {"pid": os.getpid(), "num_threads": torch.get_num_threads(), "host": socket.gethostname()}
     processes = world.gather_json("sampled processes", here)

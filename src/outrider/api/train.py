@@ -1,6 +1,6 @@
 """`train()`: one call that trains a model on all devices and returns a handle at once.
 
-Decides whether to start ranks or to be one. `launch` starts them, and `rank` trains in each process.
+Decides whether this process starts the ranks or is one of them. `launch` starts ranks, and `rank` trains in each.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def train(
     required = {"model": model, "optimizer": optimizer, "step": step, "dataset": dataset}
     order = make_order(required, overridden(options))
     if (wish := wanted_replay()) is not None:
-        # Not at the top: the lab is loaded only where a run is replayed.
+        # Imported here, so that the lab is loaded only for a replay.
         from outrider.api.replaying import replay_instead
 
         replay_instead(order, wish)
@@ -98,7 +98,7 @@ def start(
 ) -> Run:
     """Start the run, or join it under torchrun; `on_message` receives progress messages during waits on the handle.
 
-    Without `talk` the run says nothing. A trial is measured for a moment, and leaves no model and no checkpoint.
+    Without `talk` the run prints nothing. A trial is measured for a few seconds and saves no model and no checkpoint.
     """
     environment = existing_ranks()
     if environment is not None:
@@ -107,7 +107,7 @@ def start(
             tell_unused_environments(order.config.environments, "the ranks were started by another program")
         return _adopt(order, environment, talk if talk is not None and environment.rank == 0 else RunTalk())
     if not is_trial:
-        # A trial of this program has devices of its own.
+        # A trial names its own devices in the options.
         wanted = wanted_devices(order.config.devices)
         order = replace(
             order, config=replace(order.config, devices=wanted if isinstance(wanted, str) else tuple(wanted))
@@ -167,7 +167,7 @@ def _start(order: CheckedRun, on_message: Callable[[Message], None], talk: RunTa
 def make_sampler(
     order: CheckedRun, ranks: Ranks, devices: Sequence[DeviceSpec], *, origin_s: float, folder: Path | None = None
 ) -> Sampler | None:
-    """The sampler of device utilization, unless it is switched off."""
+    """Return the sampler of device utilization, or None if it is switched off."""
     if not order.config.sample_utilization:
         return None
     num_threads = order.config.threads_per_rank
@@ -180,7 +180,7 @@ def make_sampler(
 
 
 def _check(order: CheckedRun, *, world_size: int) -> None:
-    """Check what is known before any process starts; ranks check data sets that functions return."""
+    """Check the options before any process starts; ranks check data sets that functions return."""
     order.recipe.check_ranks(world_size)
     order.recipe.planner_config(world_size, batch_size=order.recipe.mean_batch_size)
     newest = _newest_checkpoint(order.config)
@@ -192,7 +192,7 @@ def _check(order: CheckedRun, *, world_size: int) -> None:
 
 
 def _num_samples(order: CheckedRun) -> int | None:
-    """The length of an epoch; None where only the ranks know it."""
+    """The number of samples in an epoch; None if only the ranks know it."""
     recipe = order.recipe
     dataset = recipe.dataset.dataset if isinstance(recipe.dataset, LoadedData) else recipe.dataset
     if recipe.length is not None or callable(dataset):
@@ -236,7 +236,7 @@ def _open_folder(folder: RunFolder, order: CheckedRun, config_json: dict[str, An
 
 
 def _payload(order: CheckedRun, setting: RunSetting) -> dict[str, Any]:
-    """The payload as named parts, so that an error can name the part that cannot be pickled."""
+    """Split the payload into named parts, so that an error can name the part that cannot be pickled."""
     recipe, config = order.recipe, order.config
     objects = {name: getattr(recipe, name) for name in sorted(recipes.SENT_BY_NAME)}
     objects |= {name: getattr(config, name) for name in sorted(configs.SENT_BY_NAME)}
@@ -312,7 +312,7 @@ def _config_json(
         "devices": devices,
         "backend": backend,
         "reasons": reasons,
-        # A notebook or a test is no program that could be run again.
+        # A notebook or a test is not a program that can be run again.
         "program": {"arguments": sys.orig_argv[1:] if running_script() else [], "folder": str(Path.cwd())},
         "options": recipes.settings(order.recipe) | configs.settings(order.config),
         "objects": names,

@@ -20,7 +20,7 @@ from outrider.errors import ConfigError
 
 
 def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The data set, and the options with those that follow from it; options that the user gave go first."""
+    """Return the data set and the options completed from it; the user's own options take precedence."""
     told = dict(options)
     loading = None
     if isinstance(dataset, DataLoader):
@@ -46,7 +46,7 @@ def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
 
 
 def _is_empty(dataset: Any) -> bool:
-    """Whether a data set says that it has no samples; a function that returns one is asked later."""
+    """Whether the length of a data set is 0; data sets that functions return are checked later."""
     try:
         return dataset is not None and len(dataset) == 0
     except (TypeError, NotImplementedError):
@@ -98,7 +98,7 @@ def _of_order(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SeededOrder:
-    """A new permutation in each epoch, by the seed of a DataLoader's generator."""
+    """A new permutation in each epoch, from the seed of a DataLoader's generator."""
 
     def __init__(self, num_samples: int, *, seed: int) -> None:
         self._num_samples = num_samples

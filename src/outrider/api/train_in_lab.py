@@ -1,6 +1,6 @@
 """`outrider.lab()`: train real replicas in one process under a virtual clock, with the arguments of `train()`.
 
-Decides which options of `train()` have a meaning there; the training is `virtual.lab`'s.
+Decides which options of `train()` have a meaning there; `virtual.lab` does the training.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def lab(
 ) -> LabRun:
     """Train on CPU replicas, one per speed, in virtual time; the result is the same on every machine.
 
-    Time is counted in batches of a device of speed 1: an average takes `average_cost` of them, and `fixed` is the part
-    of a step that does not depend on its samples. The model is evaluated `points_per_epoch` times in an epoch.
+    The unit of time is one batch on a device of speed 1. An average takes `average_cost` units, and `fixed` is the part
+    of a step that does not depend on its samples. The model is evaluated `points_per_epoch` times per epoch.
     """
     for name in options:
         if name in {field.name for field in fields(RunConfig)}:

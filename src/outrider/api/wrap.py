@@ -1,4 +1,4 @@
-"""`wrap()`: averages by hand, for training that fits no policy: reinforcement learning, EMA models, unusual GANs.
+"""`wrap()`: manual averages, for training that fits no policy: reinforcement learning, EMA models, unusual GANs.
 
 Decides whether to use the ranks of the open session or to open one. The user decides when to average.
 """
@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 
 
 def wrap(model: nn.Module, **options: Unpack[SessionOptions]) -> Wrapped:
-    """Wrap a model for averages by hand; it moves to this rank's device and takes rank 0's parameters.
+    """Wrap a model for manual averages; moves it to this rank's device and sets it to rank 0's parameters.
 
     Inside a session it uses the ranks of the session; otherwise it opens a session with `options` and closes it.
     """
@@ -69,7 +69,7 @@ class Wrapped:
             self._primitives.average_parameters(samples)
 
     def average_buffers(self, *, samples: int) -> None:
-        """The same for float buffers; BatchNorm variances become those of the mixture, counters the maximum."""
+        """Average float buffers likewise; BatchNorm variances become those of the mixture, counters the maximum."""
         _check(samples)
         if self._primitives is not None:
             self._primitives.average_buffers(samples)

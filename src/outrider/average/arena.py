@@ -1,7 +1,7 @@
-"""Moves what takes part in averages into one flat tensor per dtype: trained parameters and float buffers.
+"""Moves the trained parameters and float buffers, which averages use, into one flat tensor per dtype.
 
-The layout decides what that is; the rest of the model stays where it is. Does not average, and does not know other
-ranks. Called by the replicas, by the lab and by `wrap()`.
+The layout decides which tensors these are; the rest of the model stays where it is. Does not average, and does not know
+other ranks. Called by the replicas, by the lab and by `wrap()`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arena:
         trained: Collection[str] | None = None,
         takes_all: bool = False,
     ) -> None:
-        """As for ArenaLayout."""
+        """The arguments are those of ArenaLayout."""
         layout = self.layout = ArenaLayout(model, changing=changing, trained=trained, takes_all=takes_all)
         self.device = layout.device
         self._regions = layout.regions
@@ -48,7 +48,7 @@ class Arena:
         self.flats = {dtype: torch.zeros(n, dtype=dtype, device=self.device) for dtype, n in layout.totals.items()}
         self._homes = list(self._move_in())
         self.parameters = [parameter for home in self._homes if (parameter := home.parameter) is not None]
-        """The parameters inside, of which a gradient is to be expected."""
+        """The parameters in the arena that are expected to get a gradient."""
         inside = {id(parameter) for parameter in self.parameters}
         self.frozen = [parameter for parameter in model.parameters() if id(parameter) not in inside]
         """All other parameters."""
@@ -58,12 +58,12 @@ class Arena:
 
     @property
     def integers(self) -> list[Tensor]:
-        """Integer and bool tensors that take part, as counters; they stay outside of the flat tensors."""
+        """Integer and bool tensors that averages treat as counters; they stay outside of the flat tensors."""
         return [tenant.current() for tenant in self.layout.integers]
 
     @property
     def resting(self) -> list[Tensor]:
-        """The tensors that take no part, as plain tensors that own memory."""
+        """The tensors that averages leave alone, as plain tensors that own memory."""
         return [plain for tenant in self.layout.resting for plain in plain_tensors(tenant.current())]
 
     @property
@@ -72,23 +72,23 @@ class Arena:
         return self.layout.fingerprint
 
     def reclaim(self) -> None:
-        """Move tensors back that were reassigned, for example by `flatten_parameters()` or `x.data = y`."""
+        """Move back tensors that were reassigned, for example by `flatten_parameters()` or `x.data = y`."""
         for home in self._homes:
             tensor = home.tenant.current()
             if tensor.data_ptr() != home.pointer:
                 home.move_in(tensor)
 
     def dissolve(self) -> None:
-        """Give the tensors their own memory again, keeping ties; the arena cannot be used afterwards."""
+        """Give the tensors their own memory again and keep tied weights tied; the arena cannot be used afterwards."""
         self.reclaim()
         self._release(self._regions)
 
     def relaid(self, model: nn.Module, *, changing: Collection[str], trained: Collection[str] | None) -> Arena:
-        """The arena of the same model after tensors were frozen or thawed; this one cannot be used afterwards."""
+        """Create the model's arena after tensors were frozen or thawed; this one cannot be used afterwards."""
         self.reclaim()
         later = Arena(model, changing=changing, trained=trained)
         inside = {id(tenant.tensor) for region in later._regions for tenant in region.tenants}
-        # Who left must not keep the old flat tensors alive.
+        # Tensors that left the arena must not keep the old flat tensors alive.
         self._release(region for region in self._regions if id(region.tenants[0].tensor) not in inside)
         return later
 
@@ -121,7 +121,7 @@ class _Home:
     view: Tensor
     pointer: int
     is_expected: bool
-    """Whether a gradient is to be expected, if it is a parameter."""
+    """Whether a gradient is expected, if the tensor is a parameter."""
 
     @property
     def parameter(self) -> nn.Parameter | None:

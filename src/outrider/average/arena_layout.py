@@ -1,7 +1,8 @@
 """Decides which tensors of a model take part in averages, and their places in flat tensors.
 
-What can change takes part: trained parameters, running statistics, small buffers, and what was seen to change. The rest
-is at rest: frozen weights, tables, masks, packed integers. Copies nothing. Called by Arena, and on resume.
+Tensors that can change take part: trained parameters, running statistics, small buffers, and tensors that were seen to
+change. All others are at rest: frozen weights, tables, masks, packed integers. Copies nothing. Called by Arena, and on
+resume.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from outrider.average.tensor_layout import ALIGNMENT_BYTES, LayoutPlanner, Tenso
 from outrider.errors import ConfigError
 
 SMALL_BYTES = 4096
-"""Buffers up to this size always take part: counters, scales, flags. Watching them would cost more than sending."""
+"""Buffers up to this size (counters, scales, flags) always take part: watching them costs more than sending them."""
 
 
 class Kind(IntEnum):
-    """The kind of a region. Regions are laid out in this order, so that each kind is one slice per dtype."""
+    """The kind of a region. Regions are laid out in this order, so that each kind occupies one slice per dtype."""
 
     PARAMETER = 0
     MEAN = 1
@@ -35,7 +36,7 @@ class Kind(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Tenant:
-    """A parameter or buffer; through `owner` a buffer is found again after a new assignment."""
+    """A parameter or buffer; `owner` is used to find a buffer again after it was assigned anew."""
 
     name: str
     tensor: Tensor
@@ -65,10 +66,10 @@ class Region:
 
 
 class ArenaLayout:
-    """The tensors of a model that take part, with their places, and those at rest.
+    """The tensors of a model that take part, with their places, and the tensors at rest.
 
-    `changing` are names of tensors that take part although nothing but their values says so, `trained` of the trained
-    parameters; without these they are those that require gradients. With `takes_all` every tensor takes part.
+    `changing` names tensors that take part because their values were seen to change. `trained` names the trained
+    parameters; by default these are the parameters that require gradients. With `takes_all` every tensor takes part.
     """
 
     def __init__(
@@ -99,25 +100,25 @@ class ArenaLayout:
         self.integers = [tenant for tenant in integers if self._counts(tenant)]
         self.resting = [region.tenants[0] for region in regions if members[id(region)] is None]
         self.resting += [tenant for tenant in integers if not self._counts(tenant)]
-        """One tenant for each range of memory outside."""
+        """One tenant for each memory range that takes no part."""
         self.parameter_numel, self.totals = _place(self.regions)
 
     def _kind_inside(self, region: Region) -> Kind | None:
-        """The kind of a region that takes part; None for one at rest."""
+        """The kind of a region that takes part; None for a region at rest."""
         if self.takes_all:
             return region.kind
         if any(tenant.is_trained for tenant in region.tenants):
             return Kind.PARAMETER
         if any(tenant.name in self.changing for tenant in region.tenants):
             return Kind.BUFFER if region.kind is Kind.PARAMETER else region.kind
-        # A frozen parameter may change by other means than a gradient, as a teacher does: then it was seen to change.
+        # A frozen parameter may change without a gradient, as a teacher model does; then `changing` contains it.
         if region.kind is Kind.PARAMETER:
             return None
         is_small = region.tenants[0].tensor.nbytes <= SMALL_BYTES
         return region.kind if is_small or region.kind is not Kind.BUFFER else None
 
     def _counts(self, tenant: Tenant) -> bool:
-        """Whether an integer tensor takes part, as a counter."""
+        """Whether an integer tensor takes part as a counter."""
         if self.takes_all or tenant.name in self.changing:
             return True
         return tenant.kind is not Kind.PARAMETER and tenant.tensor.nbytes <= SMALL_BYTES
@@ -133,22 +134,22 @@ class ArenaLayout:
 
     @property
     def fingerprint(self) -> int:
-        """A 48-bit hash of the places, equal on ranks with the same layout."""
+        """A 48-bit hash of all places, equal on ranks with the same layout."""
         return hash_of([(region.name, [repr(place) for place in region.places]) for region in self.regions])
 
     @property
     def agreement(self) -> int:
-        """The same for everything that ranks must have in common, counters included."""
+        """A 48-bit hash of everything that ranks must have in common, counters included."""
         return hash_of([self.fingerprint, [(one.name, tuple(one.tensor.shape)) for one in self.integers]])
 
 
 def hash_of(facts: object) -> int:
-    """48 bits."""
+    """A 48-bit hash."""
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:6], "big")
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself, or those inside a subclass that has no memory of its own, such as quantized weights."""
+    """Yield the tensor itself, or the tensors inside a subclass without own memory, such as quantized weights."""
     if is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from plain_tensors(getattr(tensor, name))
@@ -157,12 +158,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the values are in other tensors inside this one."""
+    """Whether the tensor is a subclass that keeps its values in inner tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _tenants(model: nn.Module, trained: Collection[str] | None) -> Iterator[Tenant]:
-    """Every parameter and buffer under each of its names, in the order of the layout."""
+    """Yield every parameter and buffer under each of its names, in the order of the layout."""
     modules = list(model.named_modules())
     # cuDNN takes an RNN's weights as one block (weights, then biases) at the start of a storage, or copies them.
     recurrent = [(name, module) for name, module in modules if isinstance(module, nn.RNNBase)]
@@ -282,7 +283,7 @@ def _memory_range(tensor: Tensor) -> object:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Storage, first and last byte + 1."""
+    """Storage, first byte, and last byte + 1."""
     length = 1 + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr(), start, start + length * tensor.element_size()
@@ -315,14 +316,14 @@ def _place(regions: list[Region]) -> tuple[dict[torch.dtype, int], dict[torch.dt
 
 def _place_region(region: Region, planner: LayoutPlanner) -> None:
     first, *others = region.tenants
-    # An RNN's weights must touch each other to be one block for cuDNN.
+    # cuDNN needs an RNN's weights as one block, without gaps.
     is_recurrent = region.kind is Kind.PARAMETER and isinstance(first.owner, nn.RNNBase)
     place = planner.place(first.tensor, alignment_bytes=1 if is_recurrent else ALIGNMENT_BYTES)
     region.places = [place, *(_alias(place, other.tensor) for other in others)]
 
 
 def _alias(place: TensorPlace, tensor: Tensor) -> TensorPlace:
-    """The same memory with the other tensor's shape and strides, so that a tied transpose stays a transpose."""
+    """A place for the same memory with the other tensor's shape and strides; a tied transpose stays a transpose."""
     if not is_dense(tensor):
         return place
     return TensorPlace(

@@ -1,6 +1,6 @@
-"""How much memory averages take on a rank's device, known from the model's layout before any of it is allocated.
+"""Computes the memory that averages take on a rank's device, from the model's layout and before any is allocated.
 
-Decides nothing. `Exchange` and `GradientExchange` allocate what is counted here. Called before training.
+Decides nothing. `Exchange` and `GradientExchange` allocate this memory. Called before training.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from outrider.policy.policy_spec import PolicySpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageBytes:
-    """Bytes on the device of a rank, beside model, gradients and optimizer state."""
+    """Bytes on the device of a rank, in addition to model, gradients and optimizer state."""
 
     common_point: int = 0
     """The parameters and buffers of the last average."""
     snapshot: int = 0
-    """A copy for averages in the background."""
+    """A copy for background averages."""
     velocity: int = 0
-    """Of the outer step."""
+    """The velocity of the outer step."""
     rounding: int = 0
-    """What an 8-bit wire has not sent yet."""
+    """Rounding errors that an 8-bit wire has not sent yet."""
     gradients: int = 0
-    """The gradients that are summed, beside those of the rank."""
+    """The gradients that are summed, in addition to the rank's own."""
 
     @property
     def total(self) -> int:
@@ -36,7 +36,7 @@ class AverageBytes:
 def average_bytes(
     arena: Arena, policy: PolicySpec, *, outer: Outer, wire: str, world_size: int, in_pieces: bool = False
 ) -> AverageBytes:
-    """What averages of this model will take; of a policy that changes its steps, as it begins.
+    """Bytes that averages of this model will take; for a policy that changes its kind of steps, those at the start.
 
     Gradients that are summed `in_pieces` need no copy.
     """

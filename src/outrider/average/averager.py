@@ -1,7 +1,7 @@
 """Decides the phases of an average: take a snapshot, sum it now or in the background, apply the result on request.
 
-Background work runs on one thread per averager, started at its first job. HostAverager and DeviceAverager decide where
-the arithmetic happens; the averages of a rank call them.
+Each averager has one background thread, started with its first job. HostAverager and DeviceAverager decide where the
+arithmetic happens; the averages of a rank call them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Result = TypeVar("Result")
 
 
 class BackgroundWorker(Generic[Result]):
-    """Runs jobs one after the other in its own thread; `close` ends the thread."""
+    """Runs jobs one after another in its own thread; `close` ends the thread."""
 
     def __init__(self, name: str, *, num_threads: int = 1) -> None:
-        """`num_threads` of its operations: more than one would take cores from steps that compute on the host."""
+        """`num_threads` limits the threads of torch operations: more would take cores from steps on the host."""
         self._name = name
         self._num_threads = num_threads
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Result], Future[Result]] | None] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class BackgroundWorker(Generic[Result]):
         return thread
 
     def _loop(self, is_set: threading.Event) -> None:
-        # The first call adopts the process-wide number, which would otherwise override the second call later.
+        # The first call adopts the process-wide number. Otherwise that number would later override the second call.
         torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
         is_set.set()
@@ -85,9 +85,9 @@ _TURN_S = 0.05
 
 
 class Averager(abc.ABC):
-    """A context manager whose thread ends with it.
+    """Averages with all ranks; a context manager that ends its thread on exit.
 
-    Call either `average`, which blocks; or `begin`, then `load` if no step was taken since, or `correct` otherwise.
+    Call either `average`, which blocks, or `begin` followed by `load` (if no step was taken since) or `correct`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Averager(abc.ABC):
         return settled
 
     def begin(self, samples: int, facts: Sequence[float]) -> None:
-        """Take the snapshot; the rest of the average runs in the background."""
+        """Take the snapshot and run the rest of the average in the background."""
         self._open()
         facts = tuple(facts)
         self._pending = self._worker.submit(lambda: self._sum_behind(samples, facts))
@@ -127,13 +127,13 @@ class Averager(abc.ABC):
         return self._pending is not None and self._pending.done()
 
     def load(self) -> Settled:
-        """Wait for the average and load its mean; only if no step was taken since begin."""
+        """Wait for the average and load its mean; call this only if no step was taken since `begin`."""
         settled = self._collect()
         self._take_mean()
         return settled
 
     def correct(self) -> Settled:
-        """Wait for the average and apply its correction; steps taken since begin are kept."""
+        """Wait for the average and apply its correction; steps taken since `begin` are kept."""
         settled = self._collect()
         self.exchange.add_correction()
         self._checks.is_corrected(self.exchange)
@@ -146,7 +146,7 @@ class Averager(abc.ABC):
 
     @abc.abstractmethod
     def _snapshot(self) -> None:
-        """Start the snapshot; operations ordered after this call may write to the arena again."""
+        """Start the snapshot; operations queued after this call may write to the arena again."""
 
     @abc.abstractmethod
     def _sum(self, samples: int, facts: Sequence[float]) -> Settled:
@@ -154,7 +154,7 @@ class Averager(abc.ABC):
 
     @abc.abstractmethod
     def _sum_behind(self, samples: int, facts: Sequence[float]) -> Settled:
-        """The same on the worker's thread, including the correction."""
+        """Like `_sum`, on the worker's thread, including the correction."""
 
     def _open(self) -> None:
         assert self._pending is None, "an average is in flight: load or correct it before the next"

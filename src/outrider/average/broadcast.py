@@ -31,7 +31,7 @@ def broadcast_arena(arena: Arena, collective: Collective, *, device: torch.devic
 
 @torch.no_grad()
 def take_mean(tensors: Sequence[Tensor], collective: RankCollective, *, device: torch.device) -> None:
-    """Replace each tensor by its mean over ranks, of equal weights; integers by their maximum. All ranks call this."""
+    """Replace each tensor by its mean over ranks with equal weights, integers by their maximum; all ranks call this."""
     for tensor in tensors:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             largest = tensor.to(device, torch.int64)
@@ -55,9 +55,9 @@ class ReceivedState:
 
 
 class StateBroadcast:
-    """Broadcasts state of one rank; tensors are sent from `device`: the host, or the arena's device with NCCL.
+    """Broadcasts the state of one rank; tensors are sent from `device`: the host, or the arena's device with NCCL.
 
-    Facts are sent through `words`, a collective on the host, so that waiting for other ranks keeps no device busy.
+    Facts are sent through `words`, a collective on the host, so that no device is busy while ranks wait for each other.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StateBroadcast:
         self._words = words
         self._device = device
         self._timeout_s = timeout_s
-        # The manifest received last: equal on all ranks, and usually the same as the next one.
+        # The last manifest received: equal on all ranks, and usually the same as the next one.
         self._manifest = b""
 
     def arena(self, source: int) -> None:
@@ -82,11 +82,11 @@ class StateBroadcast:
         broadcast_arena(self._arena, self._collective, device=self._device, source=source)
 
     def resting(self, source: int) -> None:
-        """Send the tensors of one rank that take no part in averages to all: once, at the start."""
+        """Send one rank's tensors that take no part in averages to all; called once, at the start."""
         self.tensors(self._arena.resting, source)
 
     def facts(self, row: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-        """Gather a row of numbers from every rank; float64 can hold numbers of bytes and samples exactly."""
+        """Gather a row of numbers from every rank, as float64, which holds counts of bytes and samples exactly."""
         rows = torch.zeros(self._words.world_size, len(row), dtype=torch.float64)
         rows[self._words.rank] = torch.tensor(row, dtype=torch.float64)
         self._words.sum_([rows])
@@ -118,7 +118,7 @@ class StateBroadcast:
 
     @torch.no_grad()
     def tensors(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Send tensors of one rank to all, as bytes, which every transport accepts."""
+        """Send tensors of one rank to all as bytes, which every transport accepts."""
         is_source = self._collective.rank == source
         for group in _groups(tensors):
             flat = self._filled(group) if is_source else self._empty(group)
@@ -128,7 +128,7 @@ class StateBroadcast:
         self._collective.finish(self._timeout_s)
 
     def _filled(self, group: Sequence[Tensor]) -> Tensor:
-        """Concatenate tensors on their own device if they share one, to reduce the number of copies between devices."""
+        """Concatenate tensors, on their own device if they share one, to reduce copies between devices."""
         if len({tensor.device for tensor in group}) > 1:
             group = [tensor.to(self._device) for tensor in group]
         parts = [tensor.reshape(-1) for tensor in group]
@@ -141,7 +141,7 @@ class StateBroadcast:
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group small tensors of a dtype into one message; a large tensor is sent alone, because a copy needs memory."""
+    """Group small tensors of a dtype into one message; send a large tensor alone, because grouping needs a copy."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     large = [tensor for tensor in filled if tensor.nbytes >= LARGE_BYTES]
     small = [tensor for tensor in filled if tensor.nbytes < LARGE_BYTES]

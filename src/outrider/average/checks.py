@@ -18,7 +18,7 @@ Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
 class Checks(Protocol):
-    """The calls of an averager to its check, in this order; `loaded` or `corrected` ends an average."""
+    """The calls of an averager to its check, in this order; `is_loaded` or `is_corrected` ends an average."""
 
     def begins(self, exchange: Exchange) -> None: ...
 
@@ -37,7 +37,7 @@ class Checks(Protocol):
 
 
 class Unchecked:
-    """The check of runs without `verify=True`: does nothing."""
+    """Does nothing; used in runs without `verify=True`."""
 
     def begins(self, exchange: Exchange) -> None:
         pass
@@ -51,9 +51,9 @@ class Unchecked:
 class Verifier:
     """Raises a VerifyError that names rank, window and stage as soon as a checksum differs.
 
-    `gather` returns the integers of every rank, as GroupCollective.gather does; it is called once per average, after
-    the sum, in the same order on all ranks, so that all of them learn of a mismatch on any. `window` counts averages
-    from 0.
+    `gather` returns the integers of every rank, as GroupCollective.gather does. It is called once per average, after
+    the sum and in the same order on all ranks, so that every rank learns of a mismatch on any rank. `window` counts
+    averages from 0.
     """
 
     def __init__(self, rank: int, gather: Gather) -> None:
@@ -73,7 +73,7 @@ class Verifier:
     def is_summed(self, exchange: Exchange, segments: Sequence[Tensor]) -> None:
         start = 0
         for segment in segments:
-            # Times an odd number, so that pieces cannot change places.
+            # Multiply by an odd number, so that the checksum changes if pieces are swapped.
             self._sum = _wrap(3 * self._sum + checksum(segment, start=start))
             start += segment.numel()
 
@@ -109,7 +109,7 @@ class Verifier:
 
 
 def checksum(values: Tensor, *, start: int = 0) -> int:
-    """A checksum that is exact in any order of summation: the bits of each element times an odd number per index."""
+    """A checksum that is exact in any summation order: the sum of each element's bits times an odd number per index."""
     bits = values.detach().view(torch.int64 if values.element_size() == 8 else torch.int32)
     weights = torch.arange(start, start + values.numel(), dtype=torch.int64, device=values.device).mul_(2).add_(1)
     return int(weights.mul_(bits).sum())
@@ -126,7 +126,7 @@ def _arena_checksum(exchange: Exchange) -> int:
 
 
 def _snapshot_checksum(exchange: Exchange) -> int:
-    """The checksum of the snapshots, whose place the correction takes."""
+    """The checksum of the snapshot buffers; the correction later overwrites them."""
     return _wrap(sum(checksum(part.snapshot) for part in exchange.parts))
 
 
@@ -142,5 +142,5 @@ def _ref_checksum(exchange: Exchange) -> int:
 
 
 def _wrap(value: int) -> int:
-    """Modulo 2**64 as a signed integer, so that it fits an int64 tensor."""
+    """Reduce modulo 2**64 to a signed integer, so that it fits into an int64 tensor."""
     return (value + 2**63) % 2**64 - 2**63

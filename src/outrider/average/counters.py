@@ -11,7 +11,7 @@ from outrider.average.arena import Arena
 
 
 class Counters:
-    """The integers of a model in one int64 tensor; `maxima` is what the ranks take the maximum of."""
+    """The integer and bool buffers of a model in one int64 tensor; the ranks take the maximum of `maxima`."""
 
     def __init__(self, arena: Arena, *, device: torch.device) -> None:
         self._arena = arena

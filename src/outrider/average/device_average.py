@@ -1,6 +1,6 @@
 """Decides when the parts of an average run on the `nccl` backend: all on the device, on a separate stream.
 
-Exchange does the arithmetic, a Collective the communication. Called by the averages of a rank.
+Exchange does the arithmetic, and a Collective communicates. Called by the averages of a rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from outrider.errors import WaitError
 class DeviceAverager(Averager):
     """Averages on a CUDA device; the host waits only for the few facts at the end of the wire.
 
-    An average launches dozens of small kernels, which cost more host time than device time; in the background the
-    worker thread launches them. The collective needs its own communicator, because a sum waits for the other ranks
-    and must not delay gradients.
+    An average launches dozens of small kernels, which cost more host time than device time; in a background average the
+    worker thread launches them. The collective needs its own communicator, because a sum waits for the other ranks and
+    must not delay gradients.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DeviceAverager(Averager):
         verify: Verifier | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """`await_others` returns when all ranks have called it; it is called by the worker, on the host."""
+        """`await_others` returns when all ranks have called it; the worker calls it on the host."""
         assert exchange.device.type == "cuda", f"device averages need device buffers, got {exchange.device}"
         assert exchange.device == exchange.arena.device, "arena and exchange must share a device"
         super().__init__(exchange, collective, verify=verify, timeout_s=timeout_s)
@@ -47,13 +47,13 @@ class DeviceAverager(Averager):
         self._travelling: Tensor | None = None
         self._packets = PacketSums(collective, rank=exchange.rank, world_size=exchange.world_size)
         self._stream = torch.cuda.Stream(exchange.device)
-        # A blocking event: the waiting worker sleeps instead of spinning on a core that computes.
+        # Blocking events: the waiting worker sleeps instead of spinning on a core that computes.
         self._started, self._staged, self._packed, self._summed, self._done = (
             torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(5)
         )
 
     def _snapshot(self) -> None:
-        """Ordered on the compute stream, after the previous average was applied, so its buffers are free."""
+        """Take the snapshot on the compute stream, where the previous average was applied, so its buffers are free."""
         self._record_around(self.exchange.stage)
 
     def _record_around(self, stage: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class DeviceAverager(Averager):
         self._staged.record(compute)
 
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
-        """Average with all ranks and continue from the mean; blocks, so no snapshot is needed."""
+        """Average with all ranks and continue from the mean; blocks, and so needs no snapshot."""
         if not self._is_live:
             return super().average(samples, facts)
         assert self._pending is None, "an average is in flight: load or correct it before the next"
@@ -82,14 +82,14 @@ class DeviceAverager(Averager):
     def _sum_behind(self, samples: int, facts: Sequence[float]) -> Settled:
         """Start the sum when all ranks are ready.
 
-        A kernel that waits for another rank occupies multiprocessors, and in a slice of a GPU it was observed to block
-        the steps of its own process.
+        A kernel that waits for another rank occupies multiprocessors. In a slice of a GPU such a kernel was observed to
+        block the steps of its own process.
         """
         self._enqueue_counters()
         self._packed.synchronize()
         self._await_others()
         self._enqueue_sum(samples, facts)
-        # The thread that applies the result watches the timeout and the peers.
+        # No timeout here: the thread that applies the result watches the timeout and the peers.
         self._done.synchronize()
         return self._read()
 
@@ -135,7 +135,7 @@ class DeviceAverager(Averager):
         return self._travelling[: piece.num_bytes].view(piece.dtype)
 
     def _read(self) -> Settled:
-        """Check the result of a finished sum; a sum that lost a peer can also finish, with a wrong result."""
+        """Check the result of a finished sum; a sum that lost a peer can finish too, with a wrong result."""
         self._collective.check_peers()
         return replace(
             self.exchange.read(),

@@ -25,24 +25,29 @@ from outrider.average.wire_piece import Chunk, Piece, chunked, written
 from outrider.average.wire_plan import plan_wires
 from outrider.errors import DataError
 
-# Decay per average of the samples from which the ranks' shares are computed.
+# Decay, per average, of the sample counts from which the ranks' shares are computed.
 RECENT = 0.9
 PIECE_NUMEL = 2**20
-"""Elements of a piece that is summed on the host: it stays in the cache, and ranks signal each other rarely."""
+"""Elements of a piece that is summed on the host; fits in the cache, and is large enough that ranks rarely signal."""
 DEVICE_PIECE_NUMEL = 2**24
-"""Elements of a piece that is summed between devices, where launches cost more than memory."""
+"""Elements of a piece that is summed between devices, where kernel launches cost more than memory."""
 NUM_CHUNKS = 16
-"""A GPU computes what is summed on the host in about so many chunks, of at most `DEVICE_PIECE_NUMEL // 2` elements."""
+"""With sums on the host, a GPU computes in about this many chunks of at most `DEVICE_PIECE_NUMEL // 2` elements."""
 
 
 class Exchange:
     """Averages displacements since the last common point, `ref`, which is identical on all ranks.
 
     A rank contributes samples * (snapshot - ref); the sum over ranks divided by all samples moves `ref`. Values that no
-    rank changed stay exact, and the drift between ranks follows from the norms of the displacements. One average is:
-    snapshot, open; for each of `pieces` pack, the sum over ranks, settle; then the sum of `pack_norms` and the maximum
-    of `maxima` over ranks, read; then load if no step was taken since the snapshot, or add_correction otherwise. Sums
-    are formed on `device`, the arithmetic runs on the arena's.
+    rank changed stay exact, and the drift between ranks follows from the norms of the displacements. An average has
+    these steps:
+
+    1. Call `snapshot` and `open`.
+    2. For each of `pieces`, call `pack`, sum over ranks, and call `settle`.
+    3. Sum the result of `pack_norms` over ranks, take the maximum of `maxima` over ranks, and call `read`.
+    4. Call `load` if no step was taken since the snapshot, or else `add_correction`.
+
+    Tensors are summed on `device`; the arithmetic runs on the arena's device.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class Exchange:
         device: torch.device | str = "cpu",
         wire: str = "fp32",
     ) -> None:
-        """`wire` is how displacements of parameters are written: one of `WIRES`."""
+        """`wire`, one of `WIRES`, is the format in which displacements of parameters are sent."""
         assert 0 <= rank < world_size, f"rank {rank} in a world of {world_size}"
         self.arena = arena
         self.rank = rank
@@ -72,7 +77,7 @@ class Exchange:
         """The fraction of the velocity by which the common point is ahead of the average."""
         self._wire = wire
         self.is_exact = False
-        """Whether averages travel as they are, whatever the wire: where ranks that share steps merge their rest."""
+        """Whether averages are sent without rounding, whatever the wire; used to merge the rest after shared steps."""
         self._values: Tensor | None = None
         self._samples = 0
         self._is_live = False
@@ -87,12 +92,12 @@ class Exchange:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What the next average sends, in order."""
+        """The pieces that the next average sends, in order."""
         return self._plain_pieces if self.is_exact else self._pieces
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The same, joined to what a GPU computes at once."""
+        """The pieces, joined into chunks that a GPU computes at once."""
         return self._plain_chunks if self.is_exact else self._chunks
 
     @property
@@ -102,7 +107,7 @@ class Exchange:
 
     @property
     def num_bytes(self) -> int:
-        """What one average sends: trained parameters, buffers and facts, and counters."""
+        """Bytes that one average sends: trained parameters, buffers, facts and counters."""
         body = sum(piece.num_bytes for piece in self.pieces)
         return body + sum(tensor.nbytes for tensor in [self._norms, *self.maxima])
 
@@ -117,7 +122,7 @@ class Exchange:
 
     @torch.no_grad()
     def reset_ref(self) -> None:
-        """Make the arena the common point, after a broadcast or a resume, when it is equal on all ranks."""
+        """Make the arena the common point; call this when it is equal on all ranks, after a broadcast or a resume."""
         self._reclaim()
         for part in self.parts:
             part.restart()
@@ -131,7 +136,7 @@ class Exchange:
 
     @torch.no_grad()
     def stage(self) -> None:
-        """Copy the arena on its own device, ordered on its stream; the counters still have to be fetched."""
+        """Copy the arena on its own device, in the order of its stream; the counters still have to be fetched."""
         self._reclaim()
         for part in self.parts:
             part.take_snapshot()
@@ -140,7 +145,7 @@ class Exchange:
 
     @torch.no_grad()
     def stage_live(self) -> None:
-        """Prepare a blocking average that reads the arena itself and ends with the mean in it."""
+        """Prepare a blocking average that reads the arena without a snapshot and writes the mean into it."""
         self._reclaim()
         self._is_live = True
         self._counters.stage()
@@ -152,7 +157,7 @@ class Exchange:
 
     @torch.no_grad()
     def open(self, samples: int, facts: Sequence[float]) -> None:
-        """Begin an average of what was staged."""
+        """Begin an average of the staged values."""
         assert len(facts) == self.num_facts, f"{len(facts)} facts, {self.num_facts} expected"
         self._counters.pack()
         self._samples, self._step = samples, None
@@ -162,7 +167,7 @@ class Exchange:
 
     @torch.no_grad()
     def pack(self, piece: Piece, into: Tensor) -> None:
-        """Fill a buffer of the piece's size on the arena's device, or on the host where that computes."""
+        """Fill a buffer of the piece's size on the arena's device, or on the host if the host does the arithmetic."""
         if piece.form is None:
             self._pack_values(piece, into)
             return
@@ -182,7 +187,7 @@ class Exchange:
             self._tail.own_row(slots).copy_(self._row, non_blocking=True)
 
     def _scratch(self, piece: Piece) -> Tensor:
-        """Where a piece is computed before it is rounded; on a device, used on one stream only."""
+        """The buffer in which a piece is computed before it is rounded; on a device, only one stream uses it."""
         if self._values is None or self._values.numel() < piece.sum_numel:
             largest = max(one.sum_numel for one in self.pieces if one.form is not None)
             self._values = torch.zeros(largest, dtype=torch.float32, device=piece.wire.device)
@@ -190,7 +195,7 @@ class Exchange:
 
     @torch.no_grad()
     def take_facts(self, piece: Piece, segments: Sequence[Tensor]) -> None:
-        """Read the facts that came with the first piece, on the exchange's device; they decide how `ref` moves."""
+        """Read the facts at the end of the first piece, on the exchange's device; they decide how `ref` moves."""
         if not piece.num_slots:
             return
         slots = _last(segments, piece.sum_numel, piece.num_slots)
@@ -203,9 +208,9 @@ class Exchange:
 
     @torch.no_grad()
     def settle(self, piece: Piece, segments: Sequence[Tensor]) -> None:
-        """Move the piece of the common point by the sum, given in segments on the arena's device."""
+        """Move this piece of the common point by the sum, given in segments on the arena's device."""
         assert self._step is not None, "facts come with the first piece"
-        # The norm of the mean is one rank's word, so that it is the same number on all.
+        # Only rank 0 contributes the norm of the mean, so that all ranks get the same number.
         piece.wire.settle(piece.span, segments, self._step, is_live=self._is_live, counts=self.rank == 0)
 
     @torch.no_grad()
@@ -218,13 +223,13 @@ class Exchange:
 
     @torch.no_grad()
     def report(self) -> None:
-        """Bring the sum of the norms to where `read` finds it; queued on the current stream."""
+        """Copy the sum of the norms to the buffer that `read` uses; queued on the current stream."""
         self._report[self._tail.num_slots + 1 :].copy_(self._norms.view(-1))
         if self._report_here is not self._report:
             self._report_here.copy_(self._report, non_blocking=True)
 
     def read(self) -> Settled:
-        """The report of the average, whose numbers must have reached the host."""
+        """Return the report of the average; its numbers must have reached the host."""
         rows = self._tail.decode(self._report_here[: self._tail.num_slots])
         concentration, *norms = self._report_here[self._tail.num_slots :].tolist()
         samples = [row[0] for row in rows]
@@ -240,7 +245,7 @@ class Exchange:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Set the arena to the common point, bit-identical on all ranks."""
+        """Set the arena to the common point, which is bit-identical on all ranks."""
         if not self._is_live:
             for part in self.parts:
                 part.load()
@@ -268,7 +273,7 @@ class Exchange:
             part.shift(fraction, [piece.span for piece in self._plain_pieces if piece.wire is part])
 
     def state_dict(self) -> dict[str, Any]:
-        """Common point, also of attached optimizer state, outer velocity, and the samples that define the shares."""
+        """The common point (with attached optimizer state), outer velocity, and samples that define the shares."""
         return {
             "fingerprint": self.arena.fingerprint,
             "ref": {str(part.plan.dtype): part.ref.to("cpu", copy=True) for part in self.parts},
@@ -296,7 +301,7 @@ class Exchange:
             dtype = str(part.plan.dtype)
             if dtype in state["ref"]:
                 part.take_ref(state["ref"][dtype])
-            # A run that is resumed with another outer optimizer starts with zero velocity.
+            # After a resume with another outer optimizer, the velocity starts at zero.
             if part.velocity is not None and dtype in state["velocity"]:
                 part.velocity.copy_(state["velocity"][dtype])
         if state["recent_samples"].numel() == self.world_size:
@@ -306,7 +311,7 @@ class Exchange:
         self._ahead.fill_(state.get("ahead", 0.0))
 
     def _load_errors(self, errors: dict[str, Tensor]) -> None:
-        """Restore what a rank has not sent yet; ranks of another number begin without."""
+        """Restore rounding errors that this rank has not sent yet; not used if the number of ranks has changed."""
         for part in self.parts:
             saved = errors.get(str(part.plan.dtype))
             if part.errors is not None and saved is not None and saved.numel() == part.errors.numel():
@@ -352,7 +357,10 @@ class Exchange:
         return chunks
 
     def _chunk_numel(self, whole: int) -> int:
-        """Only a GPU joins pieces, of sums on the host: a host computes what fits its cache, NCCL has large pieces."""
+        """Elements of a chunk; 0 unless a GPU computes and the host sums.
+
+        Pieces need not be joined on a host, which computes what fits its cache, or for NCCL, whose pieces are large.
+        """
         is_joined = self.arena.device.type == "cuda" and self.device.type == "cpu"
         return min(DEVICE_PIECE_NUMEL // 2, whole // NUM_CHUNKS) if is_joined else 0
 
@@ -360,17 +368,17 @@ class Exchange:
         samples = self._tail.samples(slots)
         total = samples.sum()
         is_moving = (total > 0).double()
-        # Over the last windows, so that a short last window or a rank without batches does not change the momentum.
+        # Use the last several windows, so that a short window or a rank without batches does not change the momentum.
         self._recent_samples.mul_(RECENT).add_(samples)
         share = self._recent_samples / self._recent_samples.sum().clamp(min=1e-9)
         concentration = share.square().sum()
         self._report[self._tail.num_slots].copy_(concentration)
-        # Without samples nothing moves, and the look-ahead stays.
+        # Without samples nothing moves, and the look-ahead stays as it is.
         self._ahead.mul_(1.0 - is_moving).add_(is_moving * self._outer.look_ahead(concentration))
         return self._mean_step(total.clamp(min=1.0).reciprocal(), is_moving, concentration)
 
     def _step_on_host(self, samples: Sequence[float]) -> MeanStep:
-        """The same numbers to the bit, with scalars as Python's floats: a call on a tensor costs microseconds."""
+        """Like `_step_on_device`, bit for bit, but with Python floats, because each tensor call costs microseconds."""
         total = math.fsum(samples)
         recent = self._recent_samples
         recent.mul_(RECENT).add_(torch.tensor(samples, dtype=torch.float64))
@@ -393,7 +401,7 @@ class Exchange:
 
 
 def _last(segments: Sequence[Tensor], numel: int, count: int) -> Tensor:
-    """The last `count` of `numel` values that are given in segments."""
+    """The last `count` of `numel` values, which are given in segments."""
     starts = [0, *itertools.accumulate(segment.numel() for segment in segments)]
     return torch.cat(
         [

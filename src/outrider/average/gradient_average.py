@@ -1,4 +1,4 @@
-"""Decides how the gradients of a shared step are averaged: whole buckets that overlap backward, or pieces in cache.
+"""Decides how the gradients of a shared step are averaged: in buckets that overlap backward, or in cache-sized pieces.
 
 Called by the averages of a rank.
 """
@@ -29,27 +29,27 @@ class GradientAverage(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What one average sends."""
+        """Bytes that one average sends."""
 
     @property
     def can_overlap(self) -> bool:
-        """Whether sums can begin before a backward pass ends."""
+        """Whether sums can start before a backward pass ends."""
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
-        """Around one backward pass into parameters without gradients: its sums may begin before it ends."""
+        """Context of one backward pass into parameters without gradients, in which sums may start before it ends."""
 
     def average(self, samples: int, facts: Sequence[float]) -> None:
-        """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""
+        """Replace the gradients of every rank by their mean; on a device this is queued, and the host does not wait."""
 
     def drop_bad(self) -> None:
-        """Zero the mean if a rank's gradients are not finite, for callers that update before they read the facts."""
+        """Zero the mean if any rank's gradients are not finite; for callers that update before they read the facts."""
 
     def facts(self) -> Settled:
-        """The facts of all ranks; waits until the device has come to this point."""
+        """The facts of all ranks; waits until the device has reached this point."""
 
 
 class BucketGradients:
-    """Gradients are copied to wires, which are summed bucket by bucket, on any device and during backward."""
+    """Copies gradients to wires and sums these bucket by bucket, on any device and during backward."""
 
     def __init__(self, exchange: GradientExchange, collective: RankCollective, *, timeout_s: float) -> None:
         self._exchange = exchange
@@ -73,7 +73,7 @@ class BucketGradients:
         started += [self._collective.start_sum_(wire) for wire in self._exchange.pack(samples, facts)]
         self._collective.wait(started)
         if not self._exchange.has_all:
-            # Which parameters get one is then read from the device: a lost peer must not make that wait forever.
+            # `hand_out` reads from the device which parameters get a gradient; a lost peer must not block that forever.
             self._collective.finish(self._timeout_s)
         self._exchange.hand_out()
 
@@ -86,9 +86,10 @@ class BucketGradients:
 
 
 class PiecewiseGradients:
-    """Gradients in host memory: several pieces are under way at a time, and the mean replaces the gradient.
+    """Averages gradients in host memory: several pieces are in progress at a time, and the mean replaces the gradient.
 
-    The facts come first, because they say by what a mean is divided; whether all gradients are finite comes last.
+    The facts are sent first, because they contain the samples by which sums are divided. The flags for gradients that
+    are not finite are sent last.
     """
 
     def __init__(self, pieces: GradientPieces, collective: RankCollective) -> None:
@@ -108,7 +109,7 @@ class PiecewiseGradients:
 
     @property
     def can_overlap(self) -> bool:
-        """No overlap: the cores that compute also sum."""
+        """False: the cores that compute also do the sums."""
         return False
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
@@ -149,13 +150,13 @@ class PiecewiseGradients:
 
 
 PIECES_FROM_BYTES = 4 * 2**20
-"""Smaller gradients are summed in one round between the ranks; pieces need two."""
+"""Smaller gradients are summed whole, in one round between the ranks; pieces need two rounds."""
 
 
 def are_in_pieces(arena: Arena, *, is_on_cpus: bool, is_one_host: bool) -> bool:
     """Whether gradients are averaged in pieces: all ranks compute on CPUs of one host, and gradients are large.
 
-    The same on all ranks: they have the same layout.
+    The answer is the same on all ranks, because they have the same layout.
     """
     num_bytes = sum(parameter.nbytes for parameter in arena.parameters)
     return is_on_cpus and is_one_host and num_bytes > PIECES_FROM_BYTES
@@ -170,7 +171,7 @@ def gradient_average(
     in_pieces: bool,
     timeout_s: float,
 ) -> GradientAverage:
-    """`device` is that of the sums; all ranks must agree on `in_pieces`."""
+    """Create the average; sums run on `device`, and all ranks must agree on `in_pieces`."""
     rank, world_size = collective.rank, collective.world_size
     if in_pieces:
         pieces = GradientPieces(arena, rank=rank, world_size=world_size, num_facts=num_facts)

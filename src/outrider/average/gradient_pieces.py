@@ -1,7 +1,7 @@
-"""Decides how the gradients of a shared step are cut into pieces, and how the mean of a piece comes back into them.
+"""Decides how the gradients of a shared step are cut into pieces, and how the mean of a piece is written back.
 
 For ranks whose gradients are in host memory: a piece stays in cache while it is scaled, checked and summed, and the
-mean is written over the gradient, so there is no second copy of all gradients. Does not communicate. Called by
+mean overwrites the gradient, so there is no second copy of all gradients. Does not communicate. Called by
 PiecewiseGradients.
 """
 
@@ -22,12 +22,12 @@ from outrider.average.tensor_layout import LayoutPlanner, TensorPlace
 from outrider.average.wire_plan import wire_dtype
 
 PIECE_BYTES = 4 * 2**20
-"""Smaller pieces need more messages, larger ones do not fit the caches; as PIECE_NUMEL of averages of parameters."""
+"""Smaller pieces need more messages, larger ones do not fit the caches; the same choice as PIECE_NUMEL in exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientSpan:
-    """A range of a gradient, in the order of memory."""
+    """A range of a gradient, in memory order."""
 
     member: int
     start: int
@@ -40,7 +40,7 @@ class GradientSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPiece:
-    """What is summed at a time."""
+    """The gradient ranges that are summed at a time."""
 
     dtype: torch.dtype
     spans: tuple[GradientSpan, ...]
@@ -59,7 +59,7 @@ class GradientPiece:
 
 
 def cut_gradients(places: Sequence[TensorPlace], *, piece_bytes: int = PIECE_BYTES) -> list[GradientPiece]:
-    """Pieces of at most `piece_bytes` with the gradients one after the other; each is summed in one dtype."""
+    """Cut consecutive gradients into pieces of at most `piece_bytes`; each piece is summed in one dtype."""
     dtypes = sorted({wire_dtype(place.dtype) for place in places}, key=lambda dtype: -dtype.itemsize)
     return [
         GradientPiece(dtype=dtype, spans=spans)
@@ -88,7 +88,7 @@ def _cut(places: Sequence[TensorPlace], dtype: torch.dtype, *, piece_numel: int)
 class GradientPieces:
     """Gradients of one step in pieces: sends samples * gradient, receives the mean weighted by samples.
 
-    Gradients that are missing, and frozen parameters, are treated as GradientExchange does, with the same bits.
+    Treats missing gradients and frozen parameters like GradientExchange, and yields the same bits.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class GradientPieces:
         self.pieces = cut_gradients(self._places, piece_bytes=piece_bytes)
         self._samples = 0
         self._sources: list[Tensor | None] = []
-        """The gradients of this rank in the order of memory; None where there is none."""
+        """The gradients of this rank in memory order; None for a parameter without gradient."""
         self._targets: list[Tensor | None] = []
-        """Where the means go; the same memory for gradients of this rank."""
+        """The destinations of the means; the same memory as the gradient if this rank has one."""
         self._probe = 0.0
-        """Finite if the gradients of this step that were packed so far are finite."""
+        """Finite if all gradients packed so far in this step are finite."""
         self._slots = self.facts.own
         self._share = torch.ones((), dtype=torch.float64)
         self._settled: Settled | None = None
 
     @property
     def num_bytes(self) -> int:
-        """What one average sends: gradients, facts, and who has gradients that are not finite."""
+        """Bytes that one average sends: gradients, facts, and one flag per rank for gradients that are not finite."""
         return sum(piece.num_bytes for piece in self.pieces) + self.facts.own.nbytes + 4 * self.world_size
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class GradientPieces:
                 torch.mul(source, self._samples, out=view)
             else:
                 view.copy_(source).mul_(self._samples)
-        # Any NaN or infinity makes the sum not finite.
+        # Any NaN or infinity makes this sum NaN or infinite.
         self._probe += into.sum().item()
 
     def pack_facts(self, into: Tensor) -> None:
@@ -145,25 +145,25 @@ class GradientPieces:
 
     @torch.no_grad()
     def take_facts(self, segments: Sequence[Tensor]) -> None:
-        """The sum of the facts: from here on it is known which gradients there are, and what they are divided by."""
+        """Take the summed facts, which say which gradients exist and by what they are divided."""
         self._slots = torch.cat(list(segments))
         self._share = self.facts.share(self._slots)
         if self.facts.has_all:
             return
         counts = self.facts.num_present(self._slots)
-        # Not in place: pieces that are packed later have nothing from this rank there.
+        # A new list: pieces that are packed later must still find no gradient of this rank in `_sources`.
         self._targets = [self._target_of(member, has_mean=count > 0) for member, count in enumerate(counts)]
 
     @torch.no_grad()
     def settle(self, piece: GradientPiece, segments: Sequence[Tensor]) -> None:
-        """Write the mean of a piece over the gradients in it; `segments` are its sum, and stay what they are."""
+        """Overwrite the gradients in a piece with their mean; `segments` are its sum and are not changed."""
         for target, sums in zip(_ranges(self._targets, piece.spans), _regrouped(segments, piece.lengths), strict=True):
             if target is not None:
                 for part, own in zip(target.split([one.numel() for one in sums]), sums, strict=True):
                     torch.mul(own, self._share, out=part)
 
     def pack_flags(self, into: Tensor) -> None:
-        """Whether the gradients of this rank were not finite, which is known when all are packed."""
+        """Write whether this rank's gradients were not finite; this is known once all pieces are packed."""
         into.zero_()
         into[self.rank] = float(not math.isfinite(self._probe))
 
@@ -174,7 +174,7 @@ class GradientPieces:
         self._sources = self._targets = []
 
     def drop_bad(self) -> None:
-        """Zero the mean gradients if those of any rank are not finite."""
+        """Zero the mean gradients if the gradients of any rank are not finite."""
         if self.settled().not_finite:
             torch._foreach_zero_([one.grad for one in self.facts.parameters if one.grad is not None])
 
@@ -184,7 +184,7 @@ class GradientPieces:
         return self._settled
 
     def _flat_of(self, member: int) -> Tensor | None:
-        """The memory of a gradient; one that cannot be written over, or is laid out otherwise, is copied first."""
+        """The gradient as flat memory; copied first if it cannot be overwritten or has another memory layout."""
         gradient, place = self.facts.parameters[member].grad, self._places[member]
         if gradient is None:
             return None
@@ -218,7 +218,7 @@ def _ranges(flats: Sequence[Tensor | None], spans: Sequence[GradientSpan]) -> li
 
 
 def _regrouped(segments: Sequence[Tensor], lengths: Sequence[int]) -> Iterator[list[Tensor]]:
-    """The same values in groups of these lengths; a group has several tensors where a segment ends within it."""
+    """Regroup the values into these lengths; a group has several tensors if a segment ends inside it."""
     left = list(reversed(segments))
     for length in lengths:
         group: list[Tensor] = []

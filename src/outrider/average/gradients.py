@@ -1,8 +1,8 @@
 """Decides what one rank contributes to a shared step, and turns the sum into the gradients of every rank.
 
-Also decides which gradients are summed together: ranges of a wire, the last parameters first, in the order of backward.
-Does not communicate or clip: the caller sums the wires between pack and settle, whole or bucket by bucket. Called by
-the averages of a rank and by the lab.
+Also decides which gradients are summed together: buckets, which are ranges of a wire, with the last parameters first as
+in backward. Does not communicate or clip: the caller sums the wires between pack and settle, whole or bucket by bucket.
+Called by the averages of a rank and by the lab.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Bucket:
     wire: Tensor
     """The summed tensor; the last bucket also has room for the facts."""
     summed: Tensor
-    """The gradients in it."""
+    """The gradients in the bucket."""
     staged: Tensor
-    """The same on the parameters' device; the same memory unless the wires are on another device."""
+    """The gradients on the parameters' device; the same memory as `summed` unless the wires are on another device."""
     members: tuple[int, ...]
-    """The indices of its parameters among the participating parameters."""
+    """The indices of the bucket's parameters among the participating parameters."""
 
     @property
     def is_bridged(self) -> bool:
@@ -49,8 +49,9 @@ def cut(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The start and the members of each bucket of one flat tensor, from the end of the tensor to its start.
 
-    What has at most `max_bytes` is one bucket; else a bucket is closed when it holds them, and the last one has the
-    first parameters, at most `last_bytes` or a single one: nothing overlaps its sum, since backward ends with them.
+    Gradients of at most `max_bytes` form one bucket. Otherwise a bucket is closed when it holds `max_bytes`. The last
+    bucket has the first parameters: at most `last_bytes`, or a single parameter. It is small because backward ends with
+    these parameters, so nothing can overlap the sum of this bucket.
     """
     sizes = [places[member].numel * places[member].dtype.itemsize for member in members]
     num_last = max(1, sum(size <= last_bytes for size in accumulate(sizes))) if sum(sizes) > max_bytes else 0
@@ -68,14 +69,14 @@ def cut(
 
 
 BUCKET_BYTES = 25 * 2**20
-"""As DDP: much smaller buckets pay for more round trips; much larger ones are complete only at the end of backward."""
+"""The default of DDP: much smaller buckets need more round trips; much larger ones complete only as backward ends."""
 LAST_BYTES = 2**20
-"""Of the bucket that is summed after backward: small, but not so small that its round trip is all it costs."""
+"""Size of the bucket that is summed after backward: small, but large enough that its round trip does not dominate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Body:
-    """The gradients of one wire: as summed, on the parameters' device, and rounded to the parameters' dtypes."""
+    """The gradients of one wire: summed, on the parameters' device, and rounded to the parameters' dtypes."""
 
     summed: Tensor
     staged: Tensor
@@ -94,8 +95,9 @@ class _Body:
 class GradientExchange:
     """Gradients of one step in flat wires: sends samples * gradient, receives the mean weighted by samples.
 
-    Frozen parameters take no part; one that is thawed gets no gradient until the ranks agree on a new layout. A missing
-    gradient on some ranks counts as zero there. If it is missing on all ranks it stays None: optimizers then skip it.
+    Frozen parameters take no part; a thawed parameter gets no gradient until the ranks agree on a new layout. A
+    gradient that is missing on some ranks counts as zero there. A gradient that is missing on all ranks stays None, and
+    optimizers skip it.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class GradientExchange:
         """The wires in the order in which they are summed; the last one carries the facts."""
         self._arena_device = arena.device
         self._probe = torch.zeros((), dtype=torch.float32, device=arena.device)
-        """Finite if the gradients of this step that were packed so far are finite."""
+        """Finite if all gradients packed so far in this step are finite."""
         self._num_packed = 0
         self._allocate(bucket_bytes, last_bytes)
 
@@ -138,7 +140,7 @@ class GradientExchange:
 
     @property
     def num_bytes(self) -> int:
-        """What one average sends: gradients and facts."""
+        """Bytes that one average sends: gradients and facts."""
         return sum(wire.nbytes for wire in self.wires)
 
     @property
@@ -150,7 +152,7 @@ class GradientExchange:
     def pack_next(self, samples: int) -> Tensor:
         """Copy the gradients of the next bucket, times samples, before the step's `pack`; returns the tensor to sum.
 
-        Not for the last bucket, which waits for the facts.
+        The last bucket is packed by `pack`, together with the facts.
         """
         bucket = self.buckets[self._num_packed]
         assert bucket is not self.buckets[-1], "the last bucket is packed with the facts"
@@ -174,13 +176,13 @@ class GradientExchange:
         return [bucket.wire for bucket in left]
 
     def settle(self) -> Settled:
-        """Divide by all samples and assign the gradients, equal on all ranks."""
+        """Divide by the samples of all ranks and assign the gradients, which are equal on all ranks."""
         self.hand_out()
         return self.facts()
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        """Assign the mean gradients to the parameters; waits for the device only if this rank lacked one."""
+        """Assign the mean gradients to the parameters; waits for the device only if this rank lacked a gradient."""
         share = self._facts.share(self._slots)
         for body in self._bodies:
             body.summed.mul_(share)
@@ -195,7 +197,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def drop_bad(self) -> None:
-        """Zero the mean gradients if those of any rank are not finite; the host does not wait for the device."""
+        """Zero the mean gradients if any rank's gradients are not finite; the host does not wait for the device."""
         is_bad = self._facts.has_bad(self._slots).to(self._arena_device, non_blocking=True)
         for body in self._bodies:
             for gradients in body.rounded.values():
@@ -209,7 +211,7 @@ class GradientExchange:
         if samples:
             self._copy_gradients(bucket.members)
             bucket.staged.mul_(samples)
-            # Any NaN or infinity makes the sum not finite.
+            # Any NaN or infinity makes this sum NaN or infinite.
             self._probe.add_(bucket.staged.sum())
         else:
             bucket.staged.zero_()
@@ -220,13 +222,13 @@ class GradientExchange:
         present = [gradient for gradient in gradients if gradient is not None]
         views = [self._views[member] for member in members]
         if len(present) < len(gradients):
-            # Not the whole bucket: gradients that a user accumulates have been views of it since the last average.
+            # Zero only these views: since the last average, gradients that a user accumulates are views of the bucket.
             torch._foreach_zero_([view for view, own in zip(views, gradients, strict=True) if own is None])
             views = [view for view, own in zip(views, gradients, strict=True) if own is not None]
         if present:
             torch._foreach_copy_(views, present)
 
-    # In memory the facts come first, because the first parameters are the last to get their gradients.
+    # The facts are at the start of memory, next to the first parameters, which get their gradients last.
 
     def _allocate(self, bucket_bytes: int, last_bytes: int) -> None:
         planner = LayoutPlanner()
@@ -262,7 +264,7 @@ class GradientExchange:
 def _buckets(
     wire: Tensor, body: _Body, places: Sequence[TensorPlace], *, max_bytes: int, last_bytes: int
 ) -> list[Bucket]:
-    """The buckets from the end of a wire to its start; one bucket if gradients of several dtypes share it."""
+    """The buckets from the end of a wire to its start; one bucket if the wire has gradients of several dtypes."""
     members = tuple(number for number, place in enumerate(places) if place.dtype in body.sections)
     pieces = [(0, members)]
     if len(body.sections) == 1:

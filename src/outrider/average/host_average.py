@@ -1,8 +1,8 @@
 """Decides when the parts of an average run on the `cpu` backend: snapshot now, sum in the background, apply later.
 
 An average is a pipeline of pieces: the arena's device computes displacements, the host sums them, and the device
-applies the mean, each on another piece. The snapshot is taken on the main thread, the rest runs on the thread that does
-the average. Exchange does the arithmetic, PieceSums the communication. Called by the averages of a rank.
+applies the mean, each on a different piece. The snapshot is taken on the main thread; the rest runs on the thread of
+the average. Exchange does the arithmetic, and PieceSums communicates. Called by the averages of a rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from outrider.average.transport.pinned_memory import pinned
 from outrider.average.wire_piece import Chunk, Piece
 
 WORKER_THREADS = 4
-"""Threads that sum beside a GPU, if the rank has as many: the cores of a rank on a GPU are mostly free."""
+"""Maximum number of summing threads of a rank on a GPU, whose cores are mostly free."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WalkTimes:
-    """Where the time of an average went."""
+    """The time spent in the parts of an average."""
 
     snapshot_ms: float = 0.0
     transfer_ms: float = 0.0
@@ -48,20 +48,20 @@ class PieceLane(Protocol):
     """Moves pieces between the arena's device and the sums."""
 
     def stage(self, stage: Callable[[], None], exchange: Exchange) -> None:
-        """Take the snapshot; operations ordered after this call may write to the arena again."""
+        """Take the snapshot; operations queued after this call may write to the arena again."""
 
     def wait_snapshot(self) -> float:
         """Wait until the host can read the counters of the snapshot; returns the duration in ms."""
 
     def context(self) -> AbstractContextManager[object]:
-        """Around all of an average that follows the snapshot."""
+        """Context for all parts of an average after the snapshot."""
 
     def walk(self, exchange: Exchange, sums: PieceSums, checks: Checks, times: WalkTimes) -> None:
         """Sum all pieces and apply them; blocks until the common point is complete."""
 
 
 class HostLane:
-    """For an arena in host memory, or on a device without our own streams: everything in turn on this thread."""
+    """For an arena in host memory, or on a device without our own streams: does everything in turn on this thread."""
 
     def __init__(self) -> None:
         self._snapshot_ms = 0.0
@@ -100,9 +100,8 @@ class HostLane:
 class CudaLane:
     """Arena on a CUDA device, sums in pinned host memory.
 
-    The arena is copied on the device in the order of the compute stream, so the next step needs no wait before it
-    writes parameters. Two more streams carry displacements to the host and sums back, so that both directions of the
-    bus are busy at once.
+    The compute stream copies the arena on the device, so the next step can write parameters without waiting. Two more
+    streams carry displacements to the host and sums back, so that both directions of the bus are busy at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,7 +117,7 @@ class CudaLane:
     def stage(self, stage: Callable[[], None], exchange: Exchange) -> None:
         compute = torch.cuda.current_stream(self._device)
         self._started.record(compute)
-        # The snapshot's buffer is free: the previous average was applied earlier on this stream.
+        # The snapshot's buffer is free, because the previous average was applied earlier on this stream.
         stage()
         self._staged.record(compute)
         with torch.cuda.stream(self._out):
@@ -131,7 +130,7 @@ class CudaLane:
         return float(self._started.elapsed_time(self._fetched))
 
     def context(self) -> AbstractContextManager[object]:
-        # Never the compute stream, where steps are queued.
+        # Never use the compute stream, where steps are queued.
         return torch.cuda.stream(self._out)
 
     def walk(self, exchange: Exchange, sums: PieceSums, checks: Checks, times: WalkTimes) -> None:
@@ -143,7 +142,7 @@ class CudaLane:
         def start() -> None:
             chunk, piece, event = outgoing.popleft()
             event.synchronize()
-            # A sum may be overwritten by the pieces after it: what was read from it must have arrived.
+            # Later pieces may overwrite a sum, so copies that read it must be complete.
             while len(returned) > 1:
                 returned.popleft().synchronize()
             sums.start()
@@ -185,7 +184,7 @@ class CudaLane:
         return sent
 
     def _settle(self, exchange: Exchange, chunk: Chunk, piece: Piece, segments: Sequence[Tensor]) -> torch.cuda.Event:
-        """Bring the sum of a piece to the device; the last of a chunk moves the common point."""
+        """Copy the sum of a piece to the device; the last piece of a chunk moves the common point."""
         exchange.take_facts(piece, segments)
         with torch.cuda.stream(self._back):
             whole = chunk.whole
@@ -201,7 +200,7 @@ class CudaLane:
         return arrived
 
     def _buffer(self, turn: int, num_bytes: int) -> Tensor:
-        """Three buffers on the device; each is used on one stream only, which keeps its uses in order."""
+        """One of three buffers on the device; each is used on one stream only, which keeps its uses in order."""
         while len(self._buffers) <= turn:
             self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
         if self._buffers[turn].numel() < num_bytes:
@@ -214,7 +213,7 @@ def lane_for(device: torch.device) -> PieceLane:
 
 
 class HostAverager(Averager):
-    """Averages whose sums are formed in host memory."""
+    """Averages that are summed in host memory."""
 
     def __init__(
         self, exchange: Exchange, collective: Collective, *, verify: Verifier | None = None, timeout_s: float = 600.0
@@ -232,7 +231,7 @@ class HostAverager(Averager):
             self._worker = BackgroundWorker(f"averager of rank {exchange.rank}", num_threads=num_threads)
 
     def average(self, samples: int, facts: Sequence[float]) -> Settled:
-        """Average with all ranks and continue from the mean; blocks, so no snapshot is needed."""
+        """Average with all ranks and continue from the mean; blocks, and so needs no snapshot."""
         if not self._is_live:
             return super().average(samples, facts)
         self._open_live()
@@ -281,7 +280,7 @@ class HostAverager(Averager):
         self._pins.close()
 
     def _piece_sums(self) -> PieceSums:
-        """Made anew when optimizer state joins the average, which changes the pieces."""
+        """The sums of pieces; created anew when optimizer state joins the average, which changes the pieces."""
         largest = max(max(piece.num_bytes, piece.sum_bytes) for piece in self.exchange.pieces)
         if self._sums is None or self._largest_bytes != largest:
             self._sums = piece_sums(

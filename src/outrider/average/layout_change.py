@@ -1,6 +1,6 @@
-"""Carries the state of an average over to another layout, after tensors were frozen or thawed.
+"""Converts the state of an average to another layout, after tensors were frozen or thawed.
 
-Decides where each region's values lie in the flat state of an exchange. Communicates nothing. Called by the averages of
+Decides where each region's values lie in the flat state of an exchange. Does not communicate. Called by the averages of
 a rank and by the lab, between two segments and on resume.
 """
 
@@ -19,7 +19,7 @@ from outrider.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BodyPlace:
-    """A region in the common point of a wire; parameters have the same place in the velocity."""
+    """The place of a region in the common point of a wire; parameters have the same place in the velocity."""
 
     wire: str
     start: int
@@ -34,12 +34,12 @@ class _BodyPlace:
 def carried_over(
     state: dict[str, Any], *, before: ArenaLayout, after: ArenaLayout, fresh: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state of an exchange in the layout `after`; `fresh` is the state with which that exchange began.
+    """Convert the state of an exchange to the layout `after`; `fresh` is the initial state in that layout.
 
-    What is new in it keeps its fresh values: the common point is where it is now, its velocity and errors zero.
+    Regions that are new in it keep their fresh values: the current common point, with velocity and errors at zero.
     """
     ref = {name: flat.clone() for name, flat in fresh["ref"].items()}
-    # What has the places of parameters: velocity, and what rounding has left out of earlier averages.
+    # State laid out like the parameters: the velocity, and the rounding errors of earlier averages.
     moving = {kind: {name: flat.clone() for name, flat in fresh[kind].items()} for kind in ("velocity", "errors")}
     old = _places(before)
     for name, place in _places(after).items():
@@ -55,7 +55,7 @@ def carried_over(
 
 
 def layout_of_saved(fingerprint: int, model: nn.Module, now: ArenaLayout) -> ArenaLayout:
-    """The layout of a saved state: today's, or that of older versions, in which frozen tensors took part as well."""
+    """The layout of a saved state: the current one, or that of older versions, which included frozen tensors."""
     if fingerprint == now.fingerprint:
         return now
     whole = ArenaLayout(model, takes_all=True)
@@ -69,7 +69,7 @@ def layout_of_saved(fingerprint: int, model: nn.Module, now: ArenaLayout) -> Are
 
 
 def _places(layout: ArenaLayout) -> dict[str, _BodyPlace]:
-    """By the name of the region. A wire holds the parameters of all its dtypes, then their buffers."""
+    """The places by region name. A wire holds the parameters of all its dtypes, then their buffers."""
     starts: dict[tuple[torch.dtype, bool], int] = {}
     ends: dict[str, int] = {}
     for is_parameter in (True, False):

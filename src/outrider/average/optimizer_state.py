@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from outrider.average.tensor_layout import LayoutPlanner, real_dtype
 from outrider.errors import ConfigError
 
-# Averages of squares and maxima of magnitudes, by torch's own names.
+# Averages of squares and maxima of magnitudes, under torch's own names.
 NONNEGATIVE = frozenset({"acc_delta", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "square_avg", "sum"})
 
 
@@ -24,7 +24,7 @@ class _Slot:
     parameter: Tensor
     key: str
     like: Tensor
-    """The state itself, or the parameter if there is no state."""
+    """The state tensor, or the parameter if there is no state."""
 
     @property
     def is_signed(self) -> bool:
@@ -32,14 +32,14 @@ class _Slot:
 
 
 class OptimizerArena:
-    """Float state of the shape of its parameter (moments, momentum) in one flat tensor per dtype.
+    """Float state with the shape of its parameter (moments, momentum) in one flat tensor per dtype.
 
     In each flat tensor, non-negative state comes first. A parameter without state, for example one without a gradient
     on this rank, keeps an empty place, so that all ranks have the same layout.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, parameters: Collection[nn.Parameter] | None = None) -> None:
-        """Only the state of these `parameters`, where they are given: frozen ones take no room."""
+        """If `parameters` are given, only their state is included, so that frozen parameters take no space."""
         known = None if parameters is None else {id(parameter) for parameter in parameters}
         found = (slot for slot in _slots(optimizer) if known is None or id(slot.parameter) in known)
         slots = sorted(found, key=lambda slot: slot.is_signed)
@@ -59,7 +59,7 @@ class OptimizerArena:
         self.reclaim()
 
     def reclaim(self) -> None:
-        """Move state into the flat tensors: at first all of it, later the state that `load_state_dict` replaced."""
+        """Move state into the flat tensors: all of it at first, later only state that `load_state_dict` replaced."""
         for slot, view in self._views:
             tensor = self._optimizer.state.get(slot.parameter, {}).get(slot.key)
             if tensor is not None and tensor.data_ptr() != view.data_ptr():
@@ -67,7 +67,7 @@ class OptimizerArena:
                 tensor.data = view
 
     def dissolve(self) -> None:
-        """Give the state its own memory again; this cannot be used afterwards."""
+        """Give the state its own memory again; this object cannot be used afterwards."""
         for slot, view in self._views:
             tensor = self._optimizer.state.get(slot.parameter, {}).get(slot.key)
             if tensor is not None and tensor.data_ptr() == view.data_ptr():
@@ -75,7 +75,7 @@ class OptimizerArena:
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
-    """Every parameter with each state key that any parameter of its group has."""
+    """Yield every parameter with each state key that any parameter of its group has."""
     for group in optimizer.param_groups:
         keys = sorted({key for parameter in group["params"] for key in _keys(optimizer, parameter)})
         for key in keys:

@@ -1,6 +1,6 @@
 """Decides how far the common point moves along the averaged displacement: the outer optimizer.
 
-Knows only the three tensors that it gets. Called by Exchange, on parameters only.
+Knows only the three tensors that it is given. Called by Exchange, on parameters only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = ("none", "nesterov", "slowmo")
 FOLLOWING = ("auto", "bold")
 """Momenta that depend on the ranks' shares of the samples."""
 BOLDEST = 0.75
-"""Upper bound of "bold"; more was too much in lab runs with few averages (docs/log.md)."""
+"""Upper bound of "bold"; higher values were too high in lab runs with few averages (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,16 +25,15 @@ class Outer:
     """The outer optimizer; momentum is in units of the averaged displacement d of a window.
 
     nesterov, as in DiLoCo: v = momentum * v + d, then x += lr * (d + momentum * v).
-    slowmo: v = momentum * v + d, then x += lr * v. With the paper's letters (SlowMo, Wang et al. 2020) momentum is
-    beta, lr is alpha and v = -gamma * u: the local learning rate gamma is inside d already, which equals the paper
-    where gamma is constant and keeps momentum in units of what was really travelled where it is not.
+    slowmo: v = momentum * v + d, then x += lr * v. In the notation of the paper (SlowMo, Wang et al. 2020) momentum is
+    beta, lr is alpha and v = -gamma * u. The displacement d already includes the local learning rate gamma. This equals
+    the paper if gamma is constant; if it is not, momentum stays in units of the actual displacement.
 
-    An average of ranks moves only as far as the mean rank, although the samples of all ranks were used. With momentum
-    m it moves 1 / (1 - m) times as far in the long run. "auto" is m = 1 - Σ w_r², where w_r is the rank's share of the
-    samples: the average then moves as far per sample as one rank alone. It is 0 for one rank, 0.5 for two equal ranks,
-    0.41 at speeds 1 and 0.4, and 0.875 for eight equal ranks. "bold" uses more momentum with few ranks:
-    m = 1 - (Σ w_r²)² up to 0.75, and never less than "auto". It is 0.75 for two equal ranks, 0.65 at speeds 1 and 0.4,
-    and 0.875 for eight.
+    An average moves only as far as the mean rank, although the samples of all ranks were used. With momentum m it moves
+    1 / (1 - m) times as far in the long run. "auto" is m = 1 - Σ w_r², where w_r is the rank's share of the samples:
+    the average then moves as far per sample as one rank alone. m is 0 for one rank, 0.5 for two equal ranks, 0.41 at
+    speeds 1 and 0.4, and 0.875 for eight equal ranks. "bold" uses more momentum with few ranks: m = 1 - (Σ w_r²)² up to
+    0.75, and never less than "auto". m is then 0.75 for two equal ranks, 0.65 at speeds 1 and 0.4, and 0.875 for eight.
     """
 
     kind: str = "none"
@@ -65,8 +64,9 @@ class Outer:
     def look_ahead(self, concentration: float | Tensor) -> float | Tensor:
         """The fraction of the velocity by which the common point is ahead of the average of the ranks.
 
-        Nesterov's step moves the point ahead of the average. Training continues from there, but evaluation should not
-        use it: the mean of the replicas is better than each replica, and the point ahead is not (docs/log.md).
+        Nesterov's step moves the common point ahead of the average. Training continues from there, but evaluation
+        should not use that point: the mean of the replicas is better than each replica, and the point ahead of it is
+        not (docs/log.md).
         """
         return self.lr * self._momentum(concentration) if self.kind == "nesterov" else 0.0
 
@@ -89,9 +89,9 @@ class Outer:
         """Move `ref_params` and `velocity` in place; `mean_delta` is overwritten.
 
         `is_moving` is 0 if no rank had samples; then nothing changes. `concentration` is the sum of the ranks' squared
-        shares of the samples. They are tensors, so that the host need not wait for the device.
+        shares of the samples. Both may be tensors, so that the host need not wait for the device.
         """
-        # Multiply and add are separate: fused, they would round differently on other processors or thread counts.
+        # Multiply and add separately: fused operations round differently on other processors or thread counts.
         if velocity is None:
             ref_params.add_(mean_delta)
             return

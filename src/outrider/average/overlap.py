@@ -1,7 +1,7 @@
 """Overlaps the sum of gradients with the backward pass, bucket by bucket.
 
-Decides when a bucket is complete: learned in one pass, checked in every later one. Buckets that are not started by the
-end of a pass are summed with the rest, so ranks may differ in what they overlap. Called by the averages of a rank.
+Decides when a bucket is complete: this is learned in one pass and checked in every later pass. Buckets not started by
+the end of a pass are summed with the rest, so ranks may overlap different buckets. Called by the averages of a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.errors import StepError
 
 
 class StartsSums(Protocol):
-    """A GroupCollective."""
+    """The part of GroupCollective that Overlap needs."""
 
     def start_sum_(self, tensor: Tensor) -> Started: ...
 
@@ -35,16 +35,16 @@ class Overlap:
         self.exchange = exchange
         self._collective = collective
         self._last_members: list[int] | None = None
-        """For each bucket but the last, the parameter whose gradient comes last; None until one pass was observed."""
+        """For each bucket but the last, the parameter whose gradient arrives last; None until a pass was observed."""
         self._is_possible = len(exchange.buckets) > 1 and not exchange.is_bridged
         self._started: list[Started] = []
         self._complete: set[int] = set()
         self._packed: list[tuple[int, Tensor, int]] = []
-        """Parameters whose gradients are being summed, with the gradient and its version when it was copied."""
+        """Parameters whose gradients are being summed, each with its gradient and the version that was copied."""
 
     @property
     def is_possible(self) -> bool:
-        """Whether sums can begin before a pass ends: there are several buckets, and gradients come in one order."""
+        """Whether sums can start before a pass ends; needs several buckets and exactly one gradient per parameter."""
         return self._is_possible
 
     @contextlib.contextmanager
@@ -63,13 +63,13 @@ class Overlap:
                 try:
                     yield
                 except BaseException:
-                    # A pass that ran out of memory comes again. The sums that it began have whole gradients, which
-                    # stay what they are; the others are summed when the second pass is done.
+                    # A pass that ran out of memory is repeated. Sums already started hold complete gradients, which
+                    # stay valid; the other buckets are summed after the second pass.
                     self._packed = []
                     raise
 
     def take_started(self) -> list[Started]:
-        """The sums started in this step; raises if a gradient has changed since its sum was started."""
+        """Return the sums started in this step; raises if a gradient has changed since its sum was started."""
         for member, gradient, version in self._packed:
             current = self.exchange.parameters[member].grad
             if current is not gradient or current._version != version:
@@ -95,7 +95,7 @@ class Overlap:
                 handle.remove()
 
     def _learn(self, order: Sequence[int]) -> None:
-        """Learn from the order of gradients; if a parameter got no gradient or several, nothing is overlapped."""
+        """Learn from the order of gradients; disables overlap if a parameter got no gradient or several."""
         counts = Counter(order)
         if any(counts[member] != 1 for member in range(len(self.exchange.parameters))):
             self._is_possible = False
@@ -110,7 +110,7 @@ class Overlap:
             self._started.append(self._collective.start_sum_(self.exchange.pack_next(samples)))
 
     def _is_filled(self, number: int) -> bool:
-        """Whether the bucket is complete: another path through the model may produce another order."""
+        """Whether the bucket is complete; another path through the model may produce gradients in another order."""
         return all(self.exchange.parameters[one].grad is not None for one in self.exchange.buckets[number].members)
 
     def _keep_versions(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """A copy of one rank's own state before a merge: parameters, float buffers, counters, averaged optimizer state.
 
-Does not decide when ranks merge. A checkpoint in the middle of an epoch contains it, so that a run that is saved or
-resumed there equals an uninterrupted run to the bit. Called by the averages of a rank.
+Does not decide when ranks merge. A checkpoint in the middle of an epoch contains the copy, so that a run that is saved
+or resumed there is bit-identical to an uninterrupted run. Called by the averages of a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.average.optimizer_state import OptimizerArena
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnArena:
-    """A copy in host memory."""
+    """The copy, in host memory."""
 
     flats: dict[str, Tensor]
     integers: list[Tensor]
@@ -53,7 +53,7 @@ class OwnArena:
         exchange.load_state_dict(self.common)
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, which already contains the state of optimizer and exchange."""
+        """The state for a checkpoint; the checkpoint contains the state of optimizer and exchange already."""
         return {"flats": self.flats, "integers": self.integers, "samples": self.samples}
 
     @classmethod

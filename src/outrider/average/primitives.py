@@ -1,4 +1,4 @@
-"""Averages by hand: gradients, parameters, buffers, and a broadcast, each when the user calls it.
+"""Manual averages of gradients, parameters and buffers, and a broadcast, each when the user calls it.
 
 Decides the weights of the ranks; knows no policy and keeps no state between calls. Called by `wrap()`.
 """

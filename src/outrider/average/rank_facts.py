@@ -1,4 +1,4 @@
-"""Decides how facts of the ranks are encoded at the end of a summed buffer, and what an average reports.
+"""Decides how the facts of the ranks are encoded at the end of a summed buffer, and what an average reports.
 
 Does not interpret the facts. Called by Exchange and GradientExchange.
 """
@@ -25,7 +25,7 @@ class Settled:
     effective_ranks: float = 1.0
     """The effective number of ranks, 1/Σ w², over the samples of the last windows."""
     not_finite: tuple[int, ...] = ()
-    """Ranks whose gradients or displacements were not finite; nor is the mean, unless it was dropped."""
+    """Ranks whose gradients or displacements were not finite; then the mean is not finite either, unless dropped."""
     snapshot_ms: float | None = None
     """Time from the start of the snapshot until its copy can be read."""
     transfer_ms: float | None = None
@@ -41,8 +41,8 @@ class Settled:
 class Tail:
     """One row of numbers per rank in a buffer that is summed: each rank fills its own row, so the sum gathers them.
 
-    A number takes two slots, its value rounded to the buffer's dtype and the rest: float32 alone would round sample
-    counts above 2**24, the pair holds 48 bits. The first number of a row is the rank's samples.
+    A number takes two slots: its value rounded to the buffer's dtype, and the remainder. float32 alone would round
+    sample counts above 2**24; the pair holds 48 bits. The first number of a row is the rank's samples.
     """
 
     def __init__(self, *, rank: int, world_size: int, num_values: int) -> None:
@@ -55,7 +55,7 @@ class Tail:
         return self.world_size * self.num_values * 2
 
     def own_row(self, slots: Tensor) -> Tensor:
-        """The rank's own row as (values, 2)."""
+        """The rank's own row, with shape (values, 2)."""
         return slots.view(self.world_size, self.num_values, 2)[self.rank]
 
     def encode(self, values: Sequence[float], into: Tensor) -> None:
@@ -67,14 +67,14 @@ class Tail:
             row[:, 1] = np.where(np.isfinite(rest), rest, 0.0)
 
     def total_samples(self, slots: Tensor) -> Tensor:
-        """The sum over ranks as a float64 scalar on the buffer's device; exact in any order of summation."""
+        """The samples of all ranks as a float64 scalar on the buffer's device; exact in any summation order."""
         return self.samples(slots).sum()
 
     def samples(self, slots: Tensor) -> Tensor:
         return self.column(slots, 0)
 
     def column(self, slots: Tensor, number: int) -> Tensor:
-        """One number of each rank, float64, on the buffer's device."""
+        """One number of each rank, as float64 on the buffer's device."""
         return slots.view(self.world_size, self.num_values, 2)[:, number].double().sum(dim=1)
 
     def decode(self, slots: Tensor) -> list[list[float]]:
@@ -87,10 +87,10 @@ class Tail:
 def drift(
     *, samples: Sequence[float], displacements: Sequence[float], norms: Sequence[float], mean_displacement: float
 ) -> float:
-    """Drift from squared norms alone: of each rank's displacement and parameters, and of the mean displacement.
+    """Compute the drift from squared norms: of each rank's displacement and parameters, and of the mean displacement.
 
-    The weighted variance is the mean of the squares less the square of the mean; ‖mean‖² is then the weighted mean of
-    ‖u_r‖² less that variance. Infinite where a rank diverged.
+    The weighted variance is the mean of the squares minus the square of the mean. ‖mean‖² is then the weighted mean of
+    ‖u_r‖² minus that variance. The drift is infinite if a rank diverged.
     """
     total = sum(samples)
     if total == 0:

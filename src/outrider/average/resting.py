@@ -1,6 +1,6 @@
-"""Notices tensors outside of the arena that change after all: a codebook, a teacher without gradients, a queue.
+"""Detects tensors outside of the arena that change after all: a codebook, a teacher without gradients, a queue.
 
-Decides by values, because in-place writes through `.data`, and replayed graphs, leave no other trace. Does not decide
+Compares values, because in-place writes through `.data` and replayed CUDA graphs leave no other trace. Does not decide
 what happens then. Called by the averages of a rank: after 1, 2, 4, 8, ... steps, and between two segments.
 """
 
@@ -16,14 +16,14 @@ from outrider.average.arena_layout import Kind, Tenant, plain_tensors
 from outrider.errors import ConfigError
 
 FULL_BYTES = 16 * 2**20
-"""Buffers above this size are sampled after a step, and read as a whole between two segments."""
+"""Buffers above this size are sampled after a step, and read completely between two segments."""
 NUM_SAMPLED = 4096
 _ROW = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _RestingMark:
-    """What a tensor looked like: a hash of some or all of its values."""
+    """A hash of some or all values of a tensor."""
 
     sampled: int
     whole: int | None
@@ -31,10 +31,10 @@ class _RestingMark:
 
 
 class RestingWatch:
-    """Compares tensors at rest with what they were when the watch began.
+    """Compares tensors at rest with their values when the watch began.
 
-    Buffers are read as a whole. Of a frozen parameter a few thousand values are read, evenly spread: whatever changes
-    one without a gradient, such as a moving average of other weights, changes it everywhere.
+    Buffers are read completely. Of a frozen parameter a few thousand evenly spread values are read, which is enough:
+    code that changes one without a gradient, such as a moving average of other weights, changes it everywhere.
     """
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
@@ -42,7 +42,7 @@ class RestingWatch:
         self._marks = self._read(is_thorough=True)
 
     def changed(self, *, is_thorough: bool) -> list[str]:
-        """The names of those that have changed; waits for a GPU. Where it `is_thorough`, large buffers are read too."""
+        """The names of changed tensors; waits for a GPU. If `is_thorough`, large buffers are read completely too."""
         if not self._tenants:
             return []
         now = self._read(is_thorough=is_thorough)
@@ -62,7 +62,7 @@ class RestingWatch:
             wholes.append(is_whole)
             hashes.append(_combined(_hash(part, step=_step(part)) for part in parts))
             hashes.append(_combined(_hash(part, step=1) for part in parts) if is_whole else hashes[-1])
-        # One copy to the host for all.
+        # One copy to the host for all hashes.
         values = torch.stack(hashes).tolist() if hashes else []
         return [
             _RestingMark(values[2 * n], values[2 * n + 1] if is_whole else None, tuple(tenant.current().shape))
@@ -74,9 +74,9 @@ COPIED_BYTES = 2**30
 
 
 class RestingCopy:
-    """A copy in host memory of what is at rest, to undo steps that were only tried.
+    """A copy of the tensors at rest in host memory, used to undo trial steps.
 
-    Above a gigabyte nothing is copied: frozen weights of that size are expected to stay as they are.
+    Above a gigabyte nothing is copied, because frozen weights of that size are expected not to change.
     """
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
@@ -99,7 +99,7 @@ class RestingCopy:
 
 
 def _differs(before: _RestingMark, later: _RestingMark) -> bool:
-    # A table of another shape was computed anew, for longer inputs: ranks may differ in that, and nobody averages it.
+    # A table with a new shape was recomputed for longer inputs; ranks may differ in this, and it is not averaged.
     if before.shape != later.shape:
         return False
     if before.whole is not None and later.whole is not None and before.whole != later.whole:
@@ -123,13 +123,13 @@ def _combined(hashes: Iterator[Tensor]) -> Tensor:
 
 
 def content_hash(tensor: Tensor) -> int:
-    """A hash of all values of a tensor; equal values of equal shapes have the same on every device."""
+    """A hash of all values of a tensor; the same on every device for equal values and shapes."""
     with torch.no_grad():
         return int(_combined(_hash(part, step=1) for part in plain_tensors(tensor)))
 
 
 def _hash(tensor: Tensor, *, step: int) -> Tensor:
-    """Sums of the bits by column and by row, weighted, so that values which change places change it too."""
+    """Weighted sums of the bits by column and by row, so that the hash also changes if values are swapped."""
     values = _as_integers(tensor)[::step]
     num_rows = values.numel() // _ROW
     table, rest = values[: num_rows * _ROW].view(num_rows, _ROW), values[num_rows * _ROW :]
@@ -149,7 +149,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as flat integers; a dimension that was expanded is read once."""
+    """The bits of a tensor as flat integers; an expanded dimension is read once."""
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())

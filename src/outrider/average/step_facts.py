@@ -1,7 +1,7 @@
-"""Decides what ranks tell each other with the gradients of a shared step, and how it is written into summed slots.
+"""Decides which facts ranks send with the gradients of a shared step, and how they are written into summed slots.
 
-Samples, facts of the caller, which parameters had a gradient, and whether gradients were finite. Does not communicate.
-Called by GradientExchange and GradientPieces.
+The facts are the samples, the caller's facts, which parameters had a gradient, and whether gradients were finite. Does
+not communicate. Called by GradientExchange and GradientPieces.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from outrider.average.rank_facts import Settled, Tail
 from outrider.average.wire_plan import wire_dtype
 from outrider.errors import ConfigError
 
-# Numbers of each row in front of the caller's facts: samples, and whether the gradients are not finite.
+# The numbers before the caller's facts in each row: samples, and whether the gradients are not finite.
 _NUM_OWN = 2
 _IS_BAD = 1
 
 
 class StepFacts:
-    """The slots of one rank, to be summed with those of the others; and what can be read from the sum."""
+    """Writes the slots of one rank, which are summed over ranks, and reads the facts from the sum."""
 
     def __init__(self, arena: Arena, *, rank: int, world_size: int, num_facts: int, pin_memory: bool = False) -> None:
         takes_all = arena.layout.takes_all
@@ -36,11 +36,11 @@ class StepFacts:
         self._tail = Tail(rank=rank, world_size=world_size, num_values=_NUM_OWN + num_facts)
         self.num_slots = self._tail.num_slots + len(self.parameters)
         self.own = torch.zeros(self.num_slots, dtype=self._widest(), pin_memory=pin_memory)
-        """What this rank tells, in host memory."""
+        """The slots that this rank sends, in host memory."""
         self._own_presence = self.own[self._tail.num_slots :]
 
     def write(self, samples: int, facts: Sequence[float]) -> None:
-        """Write the own slots; gradients of frozen parameters are removed."""
+        """Write this rank's slots; removes gradients of frozen parameters."""
         assert len(facts) == self._num_facts, f"{len(facts)} facts, {self._num_facts} expected"
         self._refuse_thawed()
         for parameter in self._frozen:
@@ -49,7 +49,7 @@ class StepFacts:
         self._tail.encode([samples, 0.0, *facts], self._tail.own_row(self._tail_of(self.own)))
 
     def mark_bad(self, slots: Tensor, probe: Tensor) -> None:
-        """Mark this rank where `probe` is not finite; on the device of both, so that the host need not wait for it."""
+        """Mark this rank if `probe` is not finite; runs on their device, so that the host need not wait."""
         self._tail.own_row(self._tail_of(slots))[_IS_BAD, 0].copy_(~torch.isfinite(probe))
 
     def share(self, slots: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class StepFacts:
         return (self._tail.column(self._tail_of(slots), _IS_BAD) > 0).any()
 
     def num_present(self, slots: Tensor) -> list[float]:
-        """How many ranks have a gradient of each parameter; waits for the device."""
+        """The number of ranks with a gradient, for each parameter; waits for the device."""
         counts: list[float] = slots[self._tail.num_slots :].tolist()
         return counts
 

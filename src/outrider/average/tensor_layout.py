@@ -1,4 +1,4 @@
-"""Decides the place of a tensor inside a flat one: offset, strides, alignment.
+"""Decides the place of a tensor inside a flat tensor: offset, strides, alignment.
 
 Does not decide which tensors belong together, and copies nothing. Called by Arena, OptimizerArena and GradientExchange.
 """
@@ -66,7 +66,7 @@ class LayoutPlanner:
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the real and imaginary parts; the dtype itself where it is real."""
+    """The dtype of the real and imaginary parts; the dtype itself if it is real."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 

@@ -1,7 +1,7 @@
 """Decides the arithmetic of one wire, piece by piece: displacements, mean, new common point, correction.
 
 Does not know facts, ranks or streams; every operation runs on the current stream, on the arena's own device. A piece is
-small enough to stay in a processor's cache between the operations on it. Called by Exchange.
+small enough to stay in a processor's cache from one operation to the next. Called by Exchange.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from outrider.average.outer import Outer
 from outrider.average.wire_plan import WirePlan, WireSection, WireSpan
 
 BLOCK_NUMEL = 2**16
-"""Elements of a block on the host: what is computed with it stays in a core's own cache."""
+"""Elements of a block on the host; a block and its intermediate results stay in a core's own cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanStep:
-    """How the sum of all ranks moves the common point; tensors where the host need not wait for the device."""
+    """How the sum of all ranks moves the common point; tensors are used if the host need not wait for the device."""
 
     reciprocal: float | Tensor
-    """Of all samples: a division costs three times as much as a multiplication."""
+    """One over all samples: a division costs three times as much as a multiplication."""
     is_moving: float | Tensor
     concentration: float | Tensor
     outer: Outer
     is_alone: bool = False
-    """With one rank the snapshot is the mean, to the last bit."""
+    """Whether there is only one rank; its snapshot is then the mean, to the last bit."""
 
     def move(self, ref: Tensor, mean: Tensor, velocity: Tensor | None = None) -> None:
         """Move the common point by the mean displacement, which is overwritten."""
@@ -41,31 +41,31 @@ class MeanStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WirePart:
-    """A part of an arena in a piece: parameters, or something else."""
+    """A part of an arena in a piece: either parameters or other values."""
 
     source: Tensor
     place: slice
-    """In the piece."""
+    """The range in the piece."""
     is_parameter: bool
 
 
 class Wire:
-    """The buffers of one wire; allocated once, used by every average.
+    """The buffers of one wire; allocated once and used by every average.
 
-    Per element of the arena: the common point, and a snapshot where averages run in the background. The correction
-    takes the snapshot's place.
+    For each element of the arena a wire stores the common point and, if averages run in the background, a snapshot. The
+    correction overwrites the snapshot.
     """
 
     def __init__(self, plan: WirePlan, *, arena_device: torch.device, spans: Sequence[WireSpan]) -> None:
         self.plan = plan
-        # Other devices than CUDA have no streams of ours, and not all of them know every dtype: the host computes.
+        # On devices other than CUDA we have no streams, and some lack a dtype, so the host computes for them.
         self.device = arena_device if arena_device.type in ("cpu", "cuda") else torch.device("cpu")
         self.ref = torch.zeros(plan.num_body, dtype=plan.dtype, device=self.device)
         self.velocity: Tensor | None = None
         self.squares = torch.zeros(3, dtype=torch.float64, device=self.device)
-        """‖d‖² and ‖u‖² of this rank's parameters, and ‖mean‖² of their displacement, in the average under way."""
+        """‖d‖² and ‖u‖² of this rank's parameters, and ‖mean‖² of the mean displacement, in the current average."""
         self.errors: Tensor | None = None
-        """What rounding has left out of this rank's displacements; None without error feedback."""
+        """Rounding errors of this rank's displacements, not sent yet; None without error feedback."""
         self._snapshot: Tensor | None = None
         self._has_infinities = False
         self._mean = torch.zeros(0, dtype=plan.dtype, device=self.device)
@@ -74,7 +74,7 @@ class Wire:
         self.prepare(spans)
 
     def prepare(self, spans: Sequence[WireSpan]) -> None:
-        """Find out once what is in these spans, which may overlap."""
+        """Look up the contents of these spans once; spans may overlap."""
         num_scratch = max(span.numel + span.num_extra for span in spans)
         if num_scratch > self._mean.numel():
             self._mean = torch.zeros(num_scratch, dtype=self.plan.dtype, device=self.device)
@@ -86,14 +86,14 @@ class Wire:
 
     @property
     def snapshot(self) -> Tensor:
-        """Allocated at its first use: blocking averages need none."""
+        """The snapshot; allocated at its first use, because blocking averages need none."""
         if self._snapshot is None:
             self._snapshot = torch.zeros_like(self.ref)
         return self._snapshot
 
     @property
     def num_bytes(self) -> int:
-        """The memory on the wire's device, besides the arenas."""
+        """Memory on the wire's device, not counting the arenas."""
         kept = [self.ref, self.velocity, self.errors, self._snapshot, self._mean, self.squares]
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
@@ -102,7 +102,7 @@ class Wire:
         return slice(0, self.plan.num_parameters)
 
     def keep_errors(self) -> None:
-        """Keep what rounding leaves out, for the next average."""
+        """Allocate the rounding errors that are kept for the next average."""
         self.errors = torch.zeros(self.plan.num_parameters, dtype=self.plan.dtype, device=self.device)
 
     def error(self, span: WireSpan) -> Tensor:
@@ -110,16 +110,16 @@ class Wire:
         return self.errors[span.start : span.stop]
 
     def take_snapshot(self) -> None:
-        """Copy the arenas on their own device, ordered on its stream."""
+        """Copy the arenas on their own device, in the order of its stream."""
         self._copy_arenas(self.snapshot)
 
     def restart(self) -> None:
-        """Make the arenas the common point; averaged optimizer state, which is not shared yet, starts at zero."""
+        """Make the arenas the common point; for averaged optimizer state, not yet equal on all ranks, it is zero."""
         self._copy_arenas(self.ref)
         if self.errors is not None:
             self.errors.zero_()
         self.ref[self.plan.num_arena :].zero_()
-        # A mask of -inf is common in attention, and -inf minus -inf would be NaN.
+        # Attention masks often contain -inf, and -inf minus -inf would be NaN.
         self._has_infinities = not all(bool(torch.isfinite(part).all()) for part in self.ref.split(2**22))
 
     def take_ref(self, ref: Tensor) -> None:
@@ -130,7 +130,7 @@ class Wire:
     def pack(self, span: WireSpan, into: Tensor, *, samples: int, is_live: bool) -> None:
         """Write the piece's displacement since the common point, times samples, into `into`.
 
-        `is_live` reads the arenas themselves, which nobody changes during a blocking average, else the snapshot.
+        If `is_live`, read the arenas, which do not change during a blocking average; otherwise read the snapshot.
         """
         body, ref = into[: span.numel], self.ref[span.start : span.stop]
         displacements, lengths = [], []
@@ -160,10 +160,10 @@ class Wire:
     def settle(
         self, span: WireSpan, segments: Sequence[Tensor], step: MeanStep, *, is_live: bool, counts: bool
     ) -> None:
-        """Move the piece of the common point by the mean of all ranks; `segments` are the sum, one after the other.
+        """Move the piece of the common point by the mean of all ranks; `segments` are consecutive parts of the sum.
 
-        The arenas then get the new common point if `is_live`, else the snapshot becomes the correction. `counts` adds
-        the squares of the mean displacement to `squares`.
+        If `is_live`, the arenas then get the new common point; otherwise the correction overwrites the snapshot.
+        `counts` adds the squares of the mean displacement to `squares`.
         """
         if self._is_plain[span.start, span.stop] and not step.is_alone:
             self._settle_blocks(span, segments, step, is_live=is_live, counts=counts)
@@ -182,7 +182,7 @@ class Wire:
     def _settle_blocks(
         self, span: WireSpan, segments: Sequence[Tensor], step: MeanStep, *, is_live: bool, counts: bool
     ) -> None:
-        """The same in blocks that stay in the cache, where no element depends on another."""
+        """Like `settle`, in blocks that stay in the cache; only for spans whose elements are independent."""
         lengths = []
         for part, values in self._values(span, is_live):
             for at, summed in _within(segments, part.place):
@@ -232,7 +232,7 @@ class Wire:
         floors = [(section.source, self._floor(section)) for section in self.plan.nonnegative]
         for section in self.plan.sections:
             section.source.add_(section.of(self.snapshot).to(section.source.device))
-        # The sum of two corrections can make a variance negative; it is kept above the smaller of its sources.
+        # The sum of two corrections can make a variance negative, so it is kept above the smaller of its sources.
         for source, floor in floors:
             torch.maximum(source, floor, out=source)
 
@@ -245,7 +245,7 @@ class Wire:
             section.of(target).copy_(section.source)
 
     def _values(self, span: WireSpan, is_live: bool) -> list[tuple[WirePart, Tensor]]:
-        """The parts of the arenas or of the snapshot, cut alike, so that norms have the same bits."""
+        """The parts of the arenas or of the snapshot, cut in the same way so that norms have the same bits."""
         parts = self._parts[span.start, span.stop]
         if is_live:
             return [(part, part.source) for part in parts]
@@ -271,7 +271,7 @@ class Wire:
         return mean
 
     def _merge_variances(self, span: WireSpan, mean: Tensor) -> None:
-        """Variance of the mixture: mean of the variances (already there) plus variance of the means."""
+        """Compute the variance of the mixture: mean of the variances (already there) plus variance of the means."""
         extra = span.numel
         for norm in span.norms:
             of_means = mean[norm.mean.start - span.start : norm.mean.stop - span.start]
@@ -307,7 +307,7 @@ class Wire:
 
 
 def _parts(plan: WirePlan, span: WireSpan) -> Iterator[WirePart]:
-    """Cut at the end of the parameters."""
+    """Yield the parts of a span, cut at the end of the parameters."""
     end = plan.num_parameters - span.start
     for source, place in filter(None, map(span.overlap, plan.sections)):
         for start, stop in ((place.start, min(place.stop, end)), (max(place.start, end), place.stop)):
@@ -317,19 +317,19 @@ def _parts(plan: WirePlan, span: WireSpan) -> Iterator[WirePart]:
 
 
 def _length(values: Tensor) -> Tensor:
-    """‖values‖; not dot, because a BLAS would start its own threads in the worker."""
+    """‖values‖; does not use dot, because a BLAS library would start its own threads in the worker."""
     wide = values.dtype if values.dtype == torch.float64 else torch.float32
     length: Tensor = torch.linalg.vector_norm(values, dtype=wide)
     return length
 
 
 def _scale(values: Tensor, samples: int) -> None:
-    """Without samples the result is zero even if values are not finite."""
+    """Multiply by samples in place; without samples the result is zero even if values are not finite."""
     values.mul_(samples) if samples else values.zero_()
 
 
 def _within(segments: Sequence[Tensor], place: slice) -> Iterator[tuple[int, Tensor]]:
-    """The parts of consecutive segments in a range, each with its start."""
+    """Yield the parts of consecutive segments that lie in a range, each with its start."""
     at = 0
     for segment in segments:
         start, stop = max(at, place.start), min(at + segment.numel(), place.stop)

@@ -1,6 +1,6 @@
-"""Decides how displacements are written on the wire: as they are, in bfloat16, or in 8 bits with error feedback.
+"""Decides how displacements are encoded: unchanged, in bfloat16, or in 8 bits with error feedback.
 
-Only float32 displacements of parameters are rounded; buffers, optimizer state and facts travel as they are. Knows no
+Only float32 displacements of parameters are rounded; buffers, optimizer state and facts are sent unchanged. Knows no
 ranks and no transport. Called by Exchange, and by the transports that sum packets.
 """
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 WIRES = ("fp32", "bf16", "int8")
 BLOCK = 256
-"""Elements that share a scale in 8 bits."""
+"""Elements that share one scale in the 8-bit encoding."""
 _LARGEST = 127
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacketForm:
-    """The bytes of one piece: its parameters rounded, then everything else in float32."""
+    """The encoding of one piece: its rounded parameters, followed by all other values in float32."""
 
     wire: str
     numel: int
-    """Of the piece, in float32."""
+    """Elements of the piece."""
     num_parameters: int
 
     @property
@@ -45,7 +45,7 @@ class PacketForm:
         return self._num_blocks * (4 + BLOCK)
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
-        """Write the piece into the packet."""
+        """Encode the piece into the packet."""
         own = values[: self.num_parameters]
         if self.wire == "bf16":
             packet[: 2 * self.num_parameters].view(torch.bfloat16).copy_(own)
@@ -54,7 +54,7 @@ class PacketForm:
         packet[self._rest_start :].view(torch.float32).copy_(values[self.num_parameters : self.numel])
 
     def decode(self, packet: Tensor, out: Tensor, *, start: int = 0) -> None:
-        """Write the values from `start` on into `out`; `start` is a multiple of `BLOCK`, or after the parameters."""
+        """Decode values into `out`, from `start` on, which is a multiple of `BLOCK` or lies after the parameters."""
         stop = start + out.numel()
         middle = min(max(self.num_parameters, start), stop)
         if start < middle:
@@ -69,7 +69,7 @@ class PacketForm:
         padded.view(-1)[: own.numel()].copy_(own)
         torch.amax(padded.abs(), dim=1, out=scales)
         scales.div_(_LARGEST)
-        # A block of zeros stays one; what is not finite is not on the other side either.
+        # A block of zeros decodes to zeros; a block with a value that is not finite does not decode to finite values.
         inverse = scales.reciprocal().masked_fill_(scales == 0, 0.0)
         codes.copy_(padded.mul_(inverse.unsqueeze(1)).round_().nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST))
 
@@ -93,12 +93,12 @@ class PacketForm:
 
 
 def add_feedback(form: PacketForm, values: Tensor, error: Tensor, *, samples: int) -> None:
-    """Add what earlier packets left out, in units of displacements, to values that are multiplied by samples."""
+    """Add the rounding errors of earlier packets, in units of displacements, to values multiplied by samples."""
     values[: form.num_parameters].add_(error, alpha=samples)
 
 
 def keep_feedback(form: PacketForm, values: Tensor, packet: Tensor, error: Tensor, *, samples: int) -> None:
-    """Keep what this packet leaves out for the next one; nothing was sent without samples."""
+    """Keep the rounding error of this packet for the next one; unchanged without samples, when nothing was sent."""
     if not samples:
         return
     form.decode(packet, error)

@@ -1,4 +1,4 @@
-"""Decides what is sent and summed at a time, how it is written on the wire, and what a GPU computes at a time.
+"""Decides which piece is sent and summed at a time, how it is encoded, and how many pieces a GPU computes at a time.
 
 Does no arithmetic. Called by Exchange, and by the averagers that move pieces.
 """
@@ -17,17 +17,17 @@ from outrider.average.wire_plan import WireSpan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What is summed at a time: a span of a wire; the first one is followed by the facts of the ranks."""
+    """A span of a wire that is summed at a time; the facts of the ranks follow the first piece."""
 
     wire: Wire
     span: WireSpan
     num_slots: int
     form: PacketForm | None = None
-    """How it is written where it does not travel as it is."""
+    """The encoding of the piece; None if it is sent unchanged."""
 
     @property
     def numel(self) -> int:
-        """Of what is sent."""
+        """Elements that are sent."""
         return self.sum_numel if self.form is None else self.form.num_bytes
 
     @property
@@ -40,7 +40,7 @@ class Piece:
 
     @property
     def sum_numel(self) -> int:
-        """Of the sum over ranks."""
+        """Elements of the sum over ranks."""
         return self.span.numel + self.span.num_extra + self.num_slots
 
     @property
@@ -54,20 +54,20 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Consecutive pieces that a GPU computes at once: beside a training step each of its kernels waits for its turn."""
+    """Consecutive pieces that a GPU computes at once, because each kernel has to wait for kernels of training steps."""
 
     whole: Piece
-    """Their span, for the arithmetic."""
+    """A piece that spans all of them, for the arithmetic."""
     pieces: tuple[Piece, ...]
 
     def places(self) -> Iterator[tuple[Piece, int]]:
-        """Each piece, and where it begins in the chunk."""
+        """Yield each piece with its start in the chunk."""
         for piece in self.pieces:
             yield piece, piece.span.start - self.whole.span.start
 
 
 def chunked(pieces: Sequence[Piece], numel: int) -> list[Chunk]:
-    """Join pieces up to `numel` elements; those with facts, running variances or a form of their own stay alone."""
+    """Join pieces up to `numel` elements; pieces with facts, running variances or their own form stay alone."""
     chunks: list[Chunk] = []
     for piece in pieces:
         last = chunks[-1].whole if chunks else None
@@ -85,7 +85,7 @@ def _can_join(last: Piece, piece: Piece) -> bool:
 
 
 def written(piece: Piece, wire: str) -> Piece:
-    """The piece as the wire writes it: only float32 displacements of parameters are rounded."""
+    """The piece with the encoding of the wire; only float32 displacements of parameters are rounded."""
     num_parameters = min(piece.span.stop, piece.wire.plan.num_parameters) - piece.span.start
     if wire == "fp32" or piece.sum_dtype != torch.float32 or num_parameters <= 0:
         return piece

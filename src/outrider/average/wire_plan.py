@@ -1,4 +1,4 @@
-"""Decides the layout of what an average sends: the order of an arena's parts, and the pieces it is cut into.
+"""Decides the layout of the values that an average sends: the order of an arena's parts, and how it is cut into pieces.
 
 Does no arithmetic and knows no other rank. Called by Exchange.
 """
@@ -49,7 +49,7 @@ class WirePlan:
         return self.sections[-1].stop
 
     def cut(self, piece_numel: int) -> list[WireSpan]:
-        """Cut the body at multiples of `piece_numel`; running means and variances stay together, they are merged."""
+        """Cut the body at multiples of `piece_numel`; running means and variances, which are merged, stay together."""
         whole = _hull([*(norm.mean for norm in self.norms), *(norm.variance for norm in self.norms)])
         cuts = [at for at in range(0, self.num_body, piece_numel) if not whole.start < at < whole.stop]
         spans = []
@@ -61,7 +61,7 @@ class WirePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireSpan:
-    """A piece of the body, followed on the wire by the squared displacements of the running means in it."""
+    """A range of the body, followed on the wire by the squared displacements of its running means."""
 
     start: int
     stop: int
@@ -76,7 +76,7 @@ class WireSpan:
         return sum(norm.mean.stop - norm.mean.start for norm in self.norms)
 
     def overlap(self, section: WireSection) -> tuple[Tensor, slice] | None:
-        """The part of a section in this piece, and its place in the piece; None if there is none."""
+        """The part of a section in this span, and its place in the span; None if there is none."""
         start, stop = max(self.start, section.start), min(self.stop, section.stop)
         if start >= stop:
             return None
@@ -94,7 +94,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def plan_wires(arena: Arena, optimizer: OptimizerArena | None) -> list[WirePlan]:
-    """At most two wires: float64 first, which can hold exact facts, then everything else in float32."""
+    """Plan at most two wires: float64 first, which holds facts exactly, then everything else in float32."""
     dtypes = {wire_dtype(dtype) for dtype in [*arena.flats, *(optimizer.flats if optimizer else ())]}
     return [_plan_wire(arena, optimizer, dtype) for dtype in sorted(dtypes, key=lambda d: -d.itemsize)]
 
@@ -132,7 +132,7 @@ def _line_up(sources: list[Tensor]) -> Iterator[WireSection]:
 
 
 def _moments(optimizer: OptimizerArena, states: tuple[WireSection, ...]) -> list[WireSection]:
-    """The non-negative part of each state, which comes first in it."""
+    """The non-negative part of each state, which comes first."""
     return [
         WireSection(source=state.source[: optimizer.num_nonnegative[state.source.dtype]], start=state.start)
         for state in states
@@ -149,7 +149,7 @@ def _shift(block: NormPair, *, by: int) -> NormPair:
 
 
 def _coalesce(sections: tuple[WireSection, ...]) -> Iterator[WireSection]:
-    """Join neighbours in the same memory, so that a model of one dtype is copied in one go."""
+    """Join sections that are adjacent in memory, so that a model of one dtype is copied in one operation."""
     last = sections[0]
     for section in sections[1:]:
         if last.source.numel() == 0:

@@ -1,7 +1,7 @@
 """Applies a random augmentation on the device to the batches of another feed.
 
 Decides the key of each sample: it depends on (seed, epoch, sample) only, so a sample looks the same on every rank.
-The augmentation decides what is changed. Created by make_feed if an augmentation is given.
+The user's function decides how samples change. Created by make_feed if an augmentation is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The order of the positions of every epoch of a run: shuffled, as they are, or as the user's own order lists them.
+"""The order of positions in every epoch of a run: shuffled, the data set's own, or the user's own order.
 
-Decides which feed an epoch has, and that all epochs of a run have one length. Called by `train()` and the lab; a
-session opens every pass by itself.
+Decides which feed an epoch uses, and ensures that all epochs of a run have the same length. Called by `train()` and the
+lab; a session opens every pass by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.errors import ConfigError
 
 
 class EpochOrders:
-    """`begin()` an epoch, then `feed` and `order` are those of it."""
+    """`begin()` starts an epoch: it sets `feed` and returns the order of positions."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class EpochOrders:
         seed: int,
         agree: Callable[[DrawnSequence], DrawnSequence] = lambda drawn: drawn,
     ) -> None:
-        """`agree` returns the sequence of all ranks, where they may draw different ones; all ranks then call this."""
+        """`agree` returns one sequence for all ranks, which may have drawn different ones; all ranks call it."""
         self._plain = self.feed = feed
         self.sequence = None if order is None else SampleSequence.of(order)
         """The user's own order."""
@@ -38,13 +38,13 @@ class EpochOrders:
         self._seed = seed
         self._agree = agree
         self.digest: str | None = None
-        """Names the user's own order of this epoch; None without one."""
+        """A digest of the user's own order in this epoch; None without one."""
         self.num_positions = feed.num_samples if self.sequence is None else self._draw(0).num_positions
-        """Of every epoch."""
+        """The number of positions in every epoch."""
 
     @property
     def name(self) -> str:
-        """Of the user's own order."""
+        """The name of the user's own order."""
         assert self.sequence is not None
         return self.sequence.name
 
@@ -54,17 +54,17 @@ class EpochOrders:
         return self.sequence is not None and self.sequence.has_batches
 
     def trial_feed(self) -> Feed:
-        """The feed whose first positions are tried before training; all ranks call this."""
+        """The feed whose first positions are used for trial steps before training; all ranks call this."""
         return SequenceFeed(self._plain, self._draw(0)) if self.has_batches else self._plain
 
     def refuse_other_lengths(self, num_epochs: int) -> None:
-        """Look at the second epoch and the last one, before hours of training; every epoch is checked as it begins."""
+        """Check the lengths of the second and the last epoch before hours of training; `begin` checks every epoch."""
         if self.sequence is not None:
             for epoch in sorted({1, num_epochs - 1} & set(range(1, num_epochs))):
                 self._draw_like_first(epoch)
 
     def begin(self, epoch: int) -> Tensor:
-        """The order of this epoch's positions; all ranks call this."""
+        """Begin an epoch and return the order of its positions; all ranks call this."""
         if self.sequence is None:
             count = self.num_positions
             return shuffled(count, seed=self._seed, epoch=epoch) if self._shuffle else in_order(count)

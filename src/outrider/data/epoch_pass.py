@@ -1,7 +1,7 @@
 """One pass over a data set, divided into segments by checkpoints and interruptions.
 
-Decides which positions come next after a segment that ended early. An epoch of `train()` is one pass; a session opens
-one for every call of `batches()`. A step source takes the steps, `RankLife` saves checkpoints.
+Decides which positions come next after a segment that ended early. An epoch of `train()` is one pass; a session opens a
+pass for every call of `batches()`. A step source takes the steps, and `RankLife` saves checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.policy.segments import segments
 
 
 class EpochPass:
-    """A pass under way on this rank; all ranks open the same segments in the same order."""
+    """The current pass on this rank; all ranks open the same segments in the same order."""
 
     def __init__(
         self,
@@ -54,54 +54,54 @@ class EpochPass:
 
     @property
     def left(self) -> int:
-        """Samples until the end of the pass: the end of the data, or that of the run."""
+        """Samples until the end of the pass, which is the end of the data or of the run."""
         return max(0, min(self._remaining.count, self._stop - self._remaining.position))
 
     @property
     def began_at(self) -> int:
-        """Where it began, or went on from a checkpoint."""
+        """The position at which the pass began, or continued from a checkpoint."""
         return self._began_at
 
     @property
     def seconds(self) -> float:
-        """Since the pass began, or went on from a checkpoint."""
+        """Training time since the pass began, or continued from a checkpoint."""
         return time.perf_counter() - self._started_s
 
     def restart_time(self) -> None:
-        """Time starts when all ranks are here."""
+        """Restart the clock of the pass; called when all ranks have arrived."""
         self._started_s = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """So much of the time since the beginning was not training."""
+        """Exclude this much of the time since the beginning, because it was not training."""
         self._started_s += seconds
 
     def next_span(self, *, every: float | None, unit: int) -> Lease:
-        """The next segment: up to where a checkpoint is due, `every` so much of an epoch, or to the end."""
+        """Begin the next segment, which ends at the next checkpoint (one per `every` of an epoch) or with the pass."""
         rest = Lease(self._remaining.position, self.left)
         self._span = next(segments(rest, num_samples=self._remaining.end, every=every, unit=unit), rest)
         return self._span
 
     @property
     def samples_after(self) -> int | None:
-        """Samples of the run after the segment under way; None where the length of the run is not known."""
+        """Samples of the run after the current segment; None if the length of the run is not known."""
         return None if self._samples_after is None else self._samples_after + self.left - self._span.count
 
     def span_to(self, stop: int) -> Lease:
-        """The next segment: up to this position."""
+        """Begin the next segment, which ends at this position."""
         self._span = Lease(self._remaining.position, stop - self._remaining.position)
         return self._span
 
     def rest_after(self, left: Sequence[Lease]) -> Remaining:
-        """What would be left of the pass if its segment ended now and left these positions."""
+        """The positions that would remain in the pass if its segment ended now and left these positions."""
         beyond = Lease(self._span.stop, self._remaining.end - self._span.stop)
         return self._remaining.after([*left, beyond])
 
     def end_segment(self, left: Sequence[Lease]) -> None:
-        """The last segment has ended; the positions that it `left` come first when the pass goes on."""
+        """End the current segment; the positions that it `left` come first when the pass continues."""
         self._remaining = self.rest_after(left)
         if not self._remaining.is_in_order:
             self._lay_out()
 
     def _lay_out(self) -> None:
-        """Put the positions that remain in their order; before the first segment, and after one that ended early."""
+        """Give the feed the order of the remaining positions, at the start and after a segment that ended early."""
         self.feed.start_epoch(with_rest(self._order, self._remaining), self.epoch)

@@ -1,7 +1,7 @@
 """A rank's access to batches by position, and the choice of the feed.
 
-Decides which feed serves a data set (tensors, in the rank, by workers) and refuses data sets that no feed can serve.
-Does not decide which positions a rank takes. Called by the rank driver and the lab.
+Decides which feed serves a data set: tensors, reading in the rank, or reading by workers. Refuses data sets that no
+feed can serve. Does not decide which positions a rank takes. Called by the rank driver and the lab.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_feed(
     loading: Loading | None = None,
     length: int | None = None,
 ) -> Feed:
-    """The best feed for this data set; its `reason` explains the choice. A stream needs its `length`."""
+    """Create the best feed for this data set; its `reason` explains the choice. A stream needs its `length`."""
     target = torch.device(device)
     if isinstance(dataset, LoadedData):
         dataset, loading = dataset.dataset, dataset.loading
@@ -90,7 +90,7 @@ def _plain_feed(
 
 
 def _open_stream(dataset: Any) -> Any:
-    """The stream itself, created first if a factory was given."""
+    """Return the stream; call the factory first if one was given."""
     opened = dataset() if is_factory(dataset) else dataset
     if not is_stream(opened):
         raise ConfigError(f"length was given, but {_name(opened)} is not an iterable data set", hint="leave length out")
@@ -99,7 +99,7 @@ def _open_stream(dataset: Any) -> Any:
 
 
 def open_dataset(dataset: Any) -> Any:
-    """The data set itself, created first if a factory was given; refused if its samples have no positions."""
+    """Return the data set; call the factory first if one was given. Raises if its samples have no positions."""
     opened = dataset() if is_factory(dataset) else dataset
     if isinstance(opened, DataLoader):
         raise DataError(
@@ -152,7 +152,7 @@ def _check_options(*, workers: int, collate: Collate | None, resident: Resident)
         )
 
 
-# The place of the tensors of a table.
+# Placement of the tensors of a table: on the device or in host memory.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,7 @@ def _place_where_it_fits(needed_bytes: int, *, free_bytes: int | None, device: t
         return _Placement(
             is_resident=False, reason=f"tensors of {size} stay in host memory: free memory of {device} is not known"
         )
-    # Half is left for the model, its gradients and activations, which are not allocated yet.
+    # Leave half for the model, its gradients and activations, which are not allocated yet.
     verdict = f"half of the {_in_words(free_bytes)} free on {device}"
     if needed_bytes * 2 > free_bytes:
         return _Placement(is_resident=False, reason=f"tensors of {size} stay in host memory: more than {verdict}")

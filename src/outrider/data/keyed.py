@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.data.order import mix
 
-# The constants of `mix` (splitmix64) as signed numbers, because torch has no arithmetic for unsigned ones.
+# The constants of `mix` (splitmix64) as signed integers, because torch has no arithmetic for unsigned ones.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -37,7 +37,7 @@ def _bits(keys: Tensor, stream: int) -> Tensor:
 
 
 def _mixed(values: Tensor, state: int) -> Tensor:
-    """One round of `mix`; multiplication wraps around as it does there."""
+    """One round of `mix`; multiplication wraps around in the same way."""
     mixed = (values ^ state) + _GOLDEN
     mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
     mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
@@ -45,7 +45,7 @@ def _mixed(values: Tensor, state: int) -> Tensor:
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:
-    """A shift to the right that fills with zeros; torch's own fills with the sign."""
+    """A right shift that fills with zeros; torch's own fills with the sign bit."""
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -1,6 +1,6 @@
-"""Leases from the shared ledger of a segment in the store: every position is handed out exactly once.
+"""Leases from a segment's shared ledger in the store, which hands out every position exactly once.
 
-Resolves concurrent requests by compare-and-set; `policy.ledger` decides how much a rank gets.
+Resolves concurrent requests by compare-and-set; `policy.ledger` decides how many positions a rank gets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class LeaseStore(Protocol):
-    """The part of a torch store that is used: a compare-and-set that returns the current value."""
+    """The part of a torch store that leases use: a compare-and-set that returns the current value."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
@@ -30,7 +30,7 @@ class Leases(Protocol):
         """Return the unused end of the last lease to the ledger, for other ranks or the next segment."""
 
     def left(self) -> tuple[Lease, ...]:
-        """The positions without a lease, after all ranks have ended the segment."""
+        """The positions that were not handed out; call this after all ranks have ended the segment."""
 
 
 class OpenLeases(Protocol):
@@ -75,7 +75,7 @@ class StoreLeases:
         self._held: Lease | None = None
 
     def take(self, effect: Take) -> Lease | None:
-        """The next lease; None if nothing is left for this rank."""
+        """Take the next lease; returns None if nothing is left for this rank."""
 
         def taken(ledger: Ledger) -> Lease | None:
             if self._held is not None:
@@ -95,7 +95,7 @@ class StoreLeases:
         return self._change(lambda ledger: ledger.free)
 
     def _change(self, change: Callable[[Ledger], Result]) -> Result:
-        """Apply a change to the shared ledger; retries if another rank was faster."""
+        """Apply a change to the shared ledger; retries if another rank changed it first."""
         seen = self._seen or self._store.compare_set(self._key, "", self._untouched).decode()
         while True:
             ledger = Ledger.restored(json.loads(seen))

@@ -1,4 +1,4 @@
-"""The settings of data workers: those of a DataLoader about its processes, without data, order and batches.
+"""The settings of data workers: the settings of a DataLoader, except those for data, order and batches.
 
 Decides nothing; it passes the user's settings to the feed that starts the workers.
 """
@@ -12,13 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """Settings of a DataLoader's processes; the names are torch's."""
+    """Settings of a DataLoader's worker processes; most names are torch's."""
 
     worker_init_fn: Callable[[int], None] | None = None
     prefetch_factor: int | None = None
     multiprocessing_context: Any = None
     timeout_s: float | None = None
-    """Timeout of a batch; None for the feed's default."""
+    """Timeout for a batch; None for the feed's default."""
     seed: int | None = None
     """The seed of the workers' random generators, as `worker_init_fn` sees it."""
     pins_memory: bool = False
@@ -27,7 +27,7 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedData:
-    """A data set with the settings of the DataLoader that it came in."""
+    """A data set with the settings of the DataLoader from which it was taken."""
 
     dataset: Any
     loading: Loading

@@ -21,7 +21,7 @@ _SECOND = 0x94D049BB133111EB
 
 def shuffled(num_samples: int, *, seed: int, epoch: int) -> Tensor:
     """The permutation of one epoch: every index once, int64, the same on every rank."""
-    # Sorting hashed keys instead of torch.randperm: its algorithm may change between torch releases.
+    # Sort hashed keys instead of calling torch.randperm, whose algorithm may change between torch releases.
     keys = np.arange(1, num_samples + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(mix(seed, epoch))
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(_FIRST)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(_SECOND)
@@ -39,12 +39,12 @@ def with_rest(order: Tensor, remaining: Remaining) -> Tensor:
     if remaining.is_in_order:
         return order
     rest = [order[piece.start : piece.stop] for piece in remaining.pieces]
-    # Done positions are only counted; they are not read again.
+    # Positions that are done are only counted, not read again, so their order does not matter.
     return torch.cat([order[: remaining.position], *rest])
 
 
 def num_kept(num_samples: int, *, drop_last: bool, unit: int) -> int:
-    """Number of samples of an epoch: all, or with drop_last those that fill steps of `unit` samples."""
+    """The number of samples in an epoch: all, or with drop_last those that fill steps of `unit` samples."""
     kept = num_samples - num_samples % unit if drop_last else num_samples
     if not kept:
         raise DataError(
@@ -60,7 +60,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def mix(*values: int) -> int:
-    """Hash integers, in order, to 64 well mixed bits (splitmix64, Steele et al. 2014)."""
+    """Hash a sequence of integers to 64 well-mixed bits (splitmix64, Steele et al. 2014)."""
     state = 0
     for value in values:
         state = ((state ^ (value & _MASK)) + _GOLDEN) & _MASK

@@ -1,7 +1,7 @@
-"""The interface of feeds, and packed batches: the inputs from the host, and how the device unpacks them.
+"""The interface of feeds, and packed batches: inputs from the host with a function that unpacks them on the device.
 
-Decides nothing. A captured step keeps the inputs at fixed addresses and unpacks inside the graph; an eager step unpacks
-at once. Created by the feeds, unpacked by the replica.
+Decides nothing. A captured step keeps the inputs at fixed addresses and unpacks inside the CUDA graph; an eager step
+unpacks immediately. Created by the feeds, unpacked by the replica.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.policy.effects import Batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """`inputs` are nested containers of tensors; `unpack` makes the batch from them without waiting for the device."""
+    """`inputs` are nested containers of tensors; `unpack` turns them into the batch without waiting for the device."""
 
     inputs: Any
     unpack: Callable[[Any], Any]
@@ -28,13 +28,13 @@ class PackedBatch:
 
 @runtime_checkable
 class PackedFeed(Protocol):
-    """A feed that can leave part of its work to the device."""
+    """A feed that can leave part of its work to the unpacking on the device."""
 
     def packed_batch(self, batch: Batch) -> PackedBatch: ...
 
 
 class Feed(Protocol):
-    """Batches by position in the epoch's order, collated, on the device."""
+    """Provides collated batches on the device, by position in the epoch's order."""
 
     reason: str
     """The reason for the choice of this feed."""
@@ -49,7 +49,7 @@ class Feed(Protocol):
         """Announce the next batches, in this order, so that the feed can read ahead."""
 
     def fetch(self, batch: Batch) -> Any:
-        """One batch of at least one sample; a batch that was not announced is read at once."""
+        """Return a batch of at least one sample; a batch that was not announced is read immediately."""
 
     def close(self) -> None:
         """End worker processes; safe to call twice."""
@@ -60,7 +60,7 @@ class Fetcher(Protocol):
 
 
 def packed_batch_of(feed: Fetcher, batch: Batch) -> PackedBatch:
-    """The smallest packed batch that this feed can make of a batch."""
+    """The smallest packed form of a batch that this feed can provide."""
     return feed.packed_batch(batch) if isinstance(feed, PackedFeed) else whole(feed.fetch(batch))
 
 

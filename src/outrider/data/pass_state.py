@@ -1,7 +1,7 @@
-"""The place in a pass over a data set, as `state_dict()` gives it and `load_state_dict()` takes it.
+"""The position in a pass over a data set, as `state_dict()` returns it and `load_state_dict()` takes it.
 
-Decides what must be the same when a pass goes on: the number of samples and their order. Ranks, batch size and policy
-may differ. Made by the session's run, kept by the user beside the model.
+Decides what must be the same when a pass continues: the number of samples and their order. Ranks, batch size and policy
+may differ. Created by the session's run; the user saves it with the model.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassState:
-    """Which positions of an epoch's order are still to come."""
+    """The positions of an epoch's order that remain."""
 
     epoch: int
-    """It decides the order of the samples."""
+    """The number of the epoch, which decides the order of the samples."""
     num_samples: int | None = None
-    """Positions of the whole pass; None: the pass has not begun."""
+    """Positions of the whole pass; None if the pass has not begun."""
     remaining: list[list[int]] | None = None
-    """Ranges of positions, first position and count; None: all of them."""
+    """Ranges of positions, each as first position and count; None for all positions."""
     order: list[Any] | None = None
-    """What decides the order besides the epoch."""
+    """Values that decide the order, besides the epoch."""
     schema_version: int = STATE_VERSION
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers, text and lists only, so that every way to save it works."""
+        """Return numbers, text and lists only, so that the state can be saved in any format."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> PassState:
-        """Read what `as_dict` wrote; refused where it is something else."""
+        """Read the output of `as_dict`; raises a ConfigError for anything else."""
         try:
             read = cls(**state)
         except TypeError:
@@ -52,7 +52,7 @@ class PassState:
         return read
 
     def rest(self, num_samples: int, *, kept: int, order: list[Any]) -> Remaining:
-        """What is left of the pass, of which `kept` positions are used; refused where its data is another."""
+        """The remaining positions of the pass, of which only the first `kept` count; raises if its data differs."""
         if self.remaining is None:
             return Remaining.whole(kept)
         if self.num_samples != num_samples:
@@ -65,6 +65,6 @@ class PassState:
                 f"the state of s.batches() is that of another order of the samples: {self.order}, now {order}",
                 hint="pass the same seed, shuffle and order; a sampler needs a torch.Generator or a set_epoch() method",
             )
-        # drop_last leaves out another end on another number of ranks.
+        # With another number of ranks, drop_last drops a different number of samples at the end.
         pieces = [[start, min(count, kept - start)] for start, count in self.remaining if start < kept]
         return Remaining.restored(pieces, end=kept)

@@ -1,7 +1,7 @@
 """The random generators of a rank: Python's, NumPy's, torch's on the host, and torch's on the rank's device.
 
-Seeds, captures and restores them, in memory or in a form for checkpoints. Called around every sample that is read, by
-the replicas, by trial steps that must not change any state, and by checkpoints.
+Seeds, captures and restores them, in memory or in a form for checkpoints. Used around every sample that is read, by the
+replicas, by trial steps that must not change any state, and by checkpoints.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def restore(states: RandomStates) -> None:
 
 
 def seed_all(value: int) -> None:
-    """Seed the three generators on the host from one 64-bit value; dropout on an accelerator draws from another."""
+    """Seed the three generators on the host from one 64-bit value; accelerators have generators of their own."""
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    # Not torch.manual_seed: that would seed the accelerators too.
+    # Do not call torch.manual_seed, which would seed the accelerators too.
     torch.default_generator.manual_seed(value)
 
 
 def seed_run(seed: int) -> None:
-    """Seed all generators, those of devices included, equally on every rank; models are created from this state."""
+    """Seed all generators, including those of devices, equally on every rank; models are created from this state."""
     seed_all(seed)
     torch.manual_seed(seed)
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Give every rank except rank 0 its own seed; rank 0 continues like a plain loop."""
+    """Give every rank except rank 0 its own seed; rank 0 continues like a single-device loop."""
     if rank > 0:
         seed_run(seed * _RANK_STRIDE + rank)
 
@@ -82,7 +82,7 @@ def preserved() -> Iterator[None]:
         restore(states)
 
 
-# In checkpoints
+# State in checkpoints
 
 
 def saved_state(device: torch.device) -> dict[str, Any]:

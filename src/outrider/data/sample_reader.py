@@ -1,7 +1,7 @@
 """Reads samples from a map-style data set, collates them into a batch and moves it to a device.
 
-Decides the random seed of each sample, keyed by (seed, epoch, index), so a sample looks the same on every rank, and
-when a copy may be asynchronous. ItemFeed reads in the rank and prefetches nothing; WorkerFeed reads in its workers.
+Decides the random seed of each sample from (seed, epoch, index), so a sample looks the same on every rank. Also decides
+when a copy may be asynchronous. ItemFeed reads in the rank without prefetching; WorkerFeed reads in its workers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SampleReader:
             raise _unreadable(request.indices, error) from error
         if randomness.capture().equals(before):
             return samples
-        # Random numbers drawn for the batch as a whole would make a sample depend on its neighbours.
+        # If random numbers were drawn for a whole batch, a sample would depend on the other samples in it.
         self._reads_many = False
         return self._read_each(request)
 
@@ -85,7 +85,7 @@ class SampleReader:
 
 
 def name_samples(indices: Sequence[int]) -> str:
-    """`sample 3`, or `samples 3, 4, 5`, cut short where there are many."""
+    """Name samples as `sample 3` or `samples 3, 4, 5`; a long list is shortened."""
     if len(indices) == 1:
         return f"sample {indices[0]}"
     named = ", ".join(str(index) for index in indices[:_MOST_NAMED])
@@ -100,12 +100,12 @@ def _unreadable(indices: Sequence[int], error: Exception) -> DataError:
     )
 
 
-# Only to these devices: an asynchronous copy to the host could be read before it is complete.
+# Only copies to these devices are asynchronous: a copy to the host could be read before it is complete.
 _OVERLAPPING = ("cuda", "xpu")
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:
-    """The same tuples, lists, dicts and named tuples with all tensors on `device`; other objects are not changed."""
+    """Move all tensors in nested tuples, lists, dicts and named tuples to `device`; other objects are not changed."""
     return _moved(batch, torch.device(device))
 
 
@@ -172,6 +172,6 @@ class ItemFeed:
 
 
 def request_for(batch: Batch, *, order: Tensor, epoch: int) -> ReadRequest:
-    """The samples at the positions of a batch."""
+    """The request for the samples at the positions of a batch."""
     assert 0 <= batch.start < batch.stop <= len(order), batch
     return ReadRequest(epoch=epoch, indices=tuple(order[batch.start : batch.stop].tolist()))

@@ -1,7 +1,8 @@
-"""The samples of an epoch as the user's sampler, batch sampler or function of the epoch lists them.
+"""The samples of an epoch as listed by the user's sampler, batch sampler, or function of the epoch.
 
-Decides what a rank draws: each position of the sequence is then handed out once, whatever sample it names. Random
-numbers depend on seed and epoch only, so that ranks and resumed runs draw the same. Drawn at the start of a pass.
+Decides how a rank draws the sequence; each position of it is then handed out once, even if samples repeat. Random
+numbers depend on seed and epoch only, so that all ranks and resumed runs draw the same sequence. Drawn at the start of
+a pass.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ _MOST_SENT_BYTES = 48 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnSequence:
-    """The indices of an epoch's samples in order; with `ends`, in batches that each end there."""
+    """The indices of an epoch's samples in order; `ends` has the end of each batch if the sequence has batches."""
 
     indices: Tensor
     ends: Tensor | None = None
 
     @property
     def num_positions(self) -> int:
-        """What can be handed out: samples, or whole batches."""
+        """The number of items that can be handed out: samples, or whole batches."""
         return len(self.indices) if self.ends is None else len(self.ends)
 
     @property
     def digest(self) -> str:
-        """Equal where the sequences are."""
+        """A hash that is equal for equal sequences."""
         return hashlib.blake2b(self._bytes(), digest_size=16).hexdigest()
 
     def to_text(self) -> str:
-        """The sequence for a store."""
+        """Encode the sequence for a store."""
         text = base64.b64encode(zlib.compress(self._bytes(), 1)).decode()
         if len(text) > _MOST_SENT_BYTES:
             raise DataError(
@@ -66,15 +67,15 @@ class DrawnSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSequence:
-    """A sampler of torch's kind, or a function from the epoch to indices."""
+    """A torch sampler, or a function from the epoch to indices."""
 
     source: Any
     has_batches: bool = False
-    """Whether it lists batches, which are handed out whole."""
+    """Whether the source lists batches, which are handed out whole."""
 
     @classmethod
     def of(cls, order: Any) -> SampleSequence:
-        """An order as a user passes it, or as it was read from a DataLoader."""
+        """Wrap an order that a user passed; an order read from a DataLoader is returned unchanged."""
         return order if isinstance(order, SampleSequence) else cls(source=order)
 
     @property
@@ -82,7 +83,7 @@ class SampleSequence:
         return getattr(self.source, "__name__", None) or type(self.source).__name__
 
     def draw(self, *, num_samples: int, seed: int, epoch: int) -> DrawnSequence:
-        """The sequence of this epoch over a data set of so many samples."""
+        """Draw the sequence of this epoch over a data set of `num_samples` samples."""
         with randomness.preserved():
             randomness.seed_all(mix(seed, epoch))
             try:
@@ -114,9 +115,9 @@ class SampleSequence:
 
 @contextmanager
 def _seeded(generators: Sequence[torch.Generator], epoch: int) -> Iterator[None]:
-    """Generators as their first seed and the epoch say: not where the last epoch left them, which no resumed run knows.
+    """Seed the generators from their initial seed and the epoch, because a resumed run cannot know their last state.
 
-    They get their own state back, because a new seed would be the first one of the next epoch.
+    Restores their state afterwards; otherwise the next epoch would take the new seed for the initial one.
     """
     states = [generator.get_state() for generator in generators]
     for generator in dict.fromkeys(generators):
@@ -129,7 +130,7 @@ def _seeded(generators: Sequence[torch.Generator], epoch: int) -> Iterator[None]
 
 
 def as_indices(listed: Any, *, name: str) -> Tensor:
-    """Indices as an int64 tensor of one dimension."""
+    """Convert indices to an int64 tensor of one dimension."""
     try:
         array = listed.numpy() if isinstance(listed, Tensor) else np.asarray(listed)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""Batches by position in a sequence that the user's sampler drew: the data set's own feed reads the samples.
+"""Batches by position in a sequence drawn by the user's sampler; the data set's own feed reads the samples.
 
-Decides which samples a range of positions is: as many samples, or the samples of as many whole batches. Made for one
+Decides which samples belong to a range of positions: each position is one sample, or one whole batch. Created for one
 epoch of `train()`, one pass of a session, or one evaluation.
 """
 
@@ -28,7 +28,7 @@ class SequenceFeed:
         self._ends: Tensor | None = None
 
     def start_epoch(self, order: Tensor, epoch: int) -> None:
-        """`order` is that of the positions: the sequence's own, except after a segment that ended early."""
+        """`order` lists positions of the sequence; they are in order unless a segment ended early."""
         drawn = self._drawn
         if drawn.ends is None:
             self._feed.start_epoch(drawn.indices[order], epoch)
@@ -36,7 +36,7 @@ class SequenceFeed:
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), drawn.ends[:-1]])
         sizes = (drawn.ends - starts)[order]
         self._ends = sizes.cumsum(0)
-        # The samples of each batch one after the other, the batches in the order of the positions.
+        # Concatenate the batches in the order of the positions.
         within = torch.arange(int(sizes.sum())) - (self._ends - sizes).repeat_interleave(sizes)
         self._feed.start_epoch(drawn.indices[starts[order].repeat_interleave(sizes) + within], epoch)
 
@@ -50,7 +50,7 @@ class SequenceFeed:
         return packed_batch_of(self._feed, self._samples(batch))
 
     def close(self) -> None:
-        """Nothing: the feed of the data set is kept for other passes."""
+        """Do nothing: the feed of the data set is kept for other passes."""
 
     def _samples(self, batch: Batch) -> Batch:
         if self._ends is None:

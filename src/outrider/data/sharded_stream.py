@@ -1,7 +1,8 @@
-"""A stream of shards of known sizes, of which a rank opens only those that hold its samples.
+"""A stream of shards of known sizes; a rank opens only the shards that contain its samples.
 
-Decides the order of shards in an epoch, and where sample number n lies. `StreamFeed` skips the samples of other ranks
-with `skip()`, which passes over whole shards without opening them. Users make one and pass it as their data set.
+Decides the order of shards in an epoch, and which shard contains sample number n. `StreamFeed` skips the samples of
+other ranks with `skip()`, which passes over whole shards without opening them. Users create one and pass it as their
+data set.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from outrider.errors import ConfigError, DataError
 
 
 class ShardedStream(IterableDataset[Any]):
-    """The samples of `read(shard)` for one shard after the other; `sizes` says how many each shard has.
+    """Yields the samples of `read(shard)` for each shard in turn; `sizes` has the number of samples in each shard.
 
-    With `shuffle` the shards come in another order in each epoch, the same on all ranks. `read` must give the same
-    samples each time, and draw no random numbers: those of skipped samples would not be drawn.
+    With `shuffle` the shards come in a new order in each epoch, the same on all ranks. `read` must return the same
+    samples each time and must not draw random numbers, because skipped shards are not read.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class ShardIterator(Iterator[Any]):
-    """Samples one after the other; a shard is opened when its first sample is read."""
+    """Iterates over samples; opens a shard when a sample of it is first read."""
 
     def __init__(self, shards: Sequence[tuple[Any, int]], read: Callable[[Any], Iterable[Any]]) -> None:
         self._waiting = iter(shards)
@@ -70,7 +71,7 @@ class ShardIterator(Iterator[Any]):
     def __next__(self) -> Any:
         self._enter()
         if self._items is None:
-            # Samples that were skipped before the shard was opened.
+            # Skip the samples that were passed over before the shard was opened.
             self._items = islice(iter(self._read(self._shard)), self._taken, None)
         try:
             item = next(self._items)
@@ -83,7 +84,7 @@ class ShardIterator(Iterator[Any]):
         return item
 
     def skip(self, count: int) -> None:
-        """Pass over samples, up to the end at most; those of whole shards are not read."""
+        """Pass over samples, at most up to the end; shards that are skipped completely are not read."""
         while count:
             try:
                 self._enter()
@@ -96,7 +97,7 @@ class ShardIterator(Iterator[Any]):
             count -= here
 
     def _enter(self) -> None:
-        """To the next shard that has samples, where this one has no more."""
+        """If the current shard has no more samples, go to the next shard that has some."""
         while self._taken >= self._size:
             self._shard, self._size = next(self._waiting)
             self._taken, self._items = 0, None

@@ -1,7 +1,7 @@
-"""Batches of an iterable data set: every rank counts its items, and reads those of its positions.
+"""Batches of an iterable data set: every rank counts the items and uses those at its own positions.
 
-Decides how a stream without positions gets them: item number n of an epoch is position n, on every rank. So each rank
-reads the whole stream and skips the items of the others; all ranks must get the same items in the same order.
+Decides how the items of a stream get positions: item number n of an epoch has position n, on every rank. So each rank
+reads the whole stream and skips the items of other ranks; all ranks must get the same items in the same order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from outrider.errors import ConfigError, DataError, OutriderError, named
 from outrider.policy.effects import Batch
 
 KEPT_ITEMS = 128
-"""Items that stay in memory after they were read or skipped: the policy may come back for a few of them."""
+"""Items that stay in memory after they were read, because the policy may ask for a few of them later."""
 
 NO_SPLITTER = "pass nodesplitter=None to WebDataset: outrider hands out the samples, each to one of the ranks"
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples come only one after the other."""
+    """Whether samples can be read only in sequence."""
     # torch's IterableDataset inherits a __getitem__ that only raises.
     return isinstance(dataset, IterableDataset | Iterator) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
@@ -40,7 +40,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def refuse_iterators(stream: Any) -> None:
-    """Raise for a stream that ends with its first epoch."""
+    """Raise for an iterator, which could be read for one epoch only."""
     if isinstance(stream, Iterator):
         raise DataError(
             f"{type(stream).__name__} can be read only once, and every epoch reads it anew",
@@ -49,7 +49,7 @@ def refuse_iterators(stream: Any) -> None:
 
 
 def stream_length(stream: Any, length: int | None) -> int:
-    """The number of items of an epoch: given, or the stream's own."""
+    """The number of items in an epoch: the given length, or the stream's own."""
     refuse_iterators(stream)
     name = type(stream).__name__
     if length is not None:
@@ -99,12 +99,12 @@ class StreamFeed:
         self._epoch: int | None = None
         self._items: Iterator[Any] | None = None
         self._next = 0
-        """The number of the item that the iterator gives next."""
+        """The number of the item that the iterator yields next."""
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._states: randomness.RandomStates | None = None
 
     def start_epoch(self, order: Tensor, epoch: int) -> None:
-        # Evaluations read the same epoch again, and a segment that ended early goes on in it.
+        # Do not restart the same epoch: evaluations read it again, and after a segment that ended early it continues.
         if epoch != self._epoch:
             self._items, self._epoch = None, epoch
         self._order = order
@@ -125,7 +125,7 @@ class StreamFeed:
         return to_device(collated, self._device)
 
     def first_sample(self) -> str:
-        """A digest of the first item of the epoch: streams that were split by rank differ in it."""
+        """A digest of the first item of the epoch; it differs between ranks if the stream was split by rank."""
         with randomness.preserved():
             self._begin()
             item = self._item(0)
@@ -151,7 +151,7 @@ class StreamFeed:
         return self._kept[number]
 
     def _skip(self, count: int) -> None:
-        """Pass over samples of other ranks; only those just before the next one are worth keeping."""
+        """Pass over samples of other ranks without keeping them; the caller reads the last ones before its sample."""
         if count <= 0:
             return
         if isinstance(self._items, ShardIterator):
@@ -200,7 +200,7 @@ class StreamFeed:
 
 
 def _bytes_of(leaf: Any) -> bytes:
-    """What can be compared between processes: tensors, arrays, text and numbers; nothing of other objects."""
+    """Bytes that can be compared between processes: of tensors, arrays, text and numbers; empty for other objects."""
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray):

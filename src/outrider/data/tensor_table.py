@@ -1,7 +1,7 @@
-"""Data sets of tensors as a table, columns with one row per sample, and the feed that takes rows by index.
+"""Data sets of tensors as tables, whose columns have one row per sample, and the feed that takes rows by index.
 
-Decides which data sets are tables, how a batch is made of rows, and how rows reach the device: indexed there, or
-indexed on the host and copied asynchronously. make_feed decides whether the tensors fit on the device.
+Decides which data sets are tables, how rows become a batch, and how rows reach the device: indexed there, or indexed on
+the host and copied asynchronously. make_feed decides whether the tensors fit on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.policy.effects import Batch
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TensorTable:
-    """Columns of equal length; a map-style data set itself."""
+    """Columns of equal length; itself a map-style data set."""
 
     columns: tuple[Tensor, ...]
     build: Callable[[Sequence[Tensor]], Any]
@@ -43,7 +43,7 @@ class TensorTable:
         return sum(column[:1].numel() * column.element_size() for column in self.columns) * len(self)
 
     def resolve(self, order: Tensor) -> Tensor:
-        """Row numbers in the columns of the samples in `order`."""
+        """The rows, in the columns, of the samples in `order`."""
         return order if self.rows is None else self.rows[order]
 
     def on(self, device: torch.device) -> TensorTable:
@@ -101,13 +101,13 @@ def _are_tensors(values: Sequence[Any]) -> bool:
 
 
 def _look_like_columns(tensors: Sequence[Tensor]) -> bool:
-    # A list of tensors of equal shape is a list of samples, as for a DataLoader.
+    # A list of tensors with equal shapes is a list of samples, as for a DataLoader.
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors}
     return len({len(tensor) for tensor in tensors}) == 1 and len(kinds) > 1
 
 
 def _reads_like(dataset: Any, base: type) -> bool:
-    """Whether a subclass does not override the reading of samples."""
+    """Whether the data set reads samples like `base`, without overriding it."""
     kind = type(dataset)
     own = getattr(kind, "__getitem__", None) is getattr(base, "__getitem__", None)
     return own and getattr(kind, "__getitems__", None) is getattr(base, "__getitems__", None)
@@ -149,7 +149,7 @@ class TensorFeed:
         return self._gather(self._rows_of(batch))
 
     def packed_batch(self, batch: Batch) -> PackedBatch:
-        """For resident tensors only the row numbers; rows are indexed when the packed batch is unpacked."""
+        """For resident tensors, pack only the row numbers; rows are indexed when the batch is unpacked."""
         if self._home != self._device:
             return whole(self.fetch(batch))
         return PackedBatch(inputs=self._rows_of(batch), unpack=self._gather)
@@ -167,7 +167,7 @@ class TensorFeed:
 
     def _take(self, column: Tensor, rows: Tensor) -> Tensor:
         if self._home.type == "cpu" and self._device.type == "cuda":
-            # Pinned memory lets the copy overlap; the allocator keeps the block until the copy is done.
+            # Pinned memory lets the copy overlap; the allocator keeps the block until the copy is complete.
             taken = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
             torch.index_select(column, 0, rows, out=taken)
             return taken.to(self._device, non_blocking=True)

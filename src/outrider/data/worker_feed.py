@@ -1,6 +1,6 @@
 """Batches of any map-style data set, read ahead by worker processes.
 
-Decides what the workers do next: the announced batches, in order. The same sample reader as in ItemFeed reads samples.
+Decides what the workers do next: they read the announced batches in order, with the same sample reader as ItemFeed.
 Chosen by make_feed if workers are requested.
 """
 
@@ -53,7 +53,7 @@ class WorkerFeed:
         self._order: Tensor | None = None
         self._epoch = 0
         self._announced: deque[Batch] = deque()
-        # Mirrors the requests that the DataLoader has given to its workers, oldest first; None for unwanted results.
+        # Mirrors the requests that the DataLoader gave to its workers, oldest first; None for unwanted results.
         self._in_flight: deque[Batch | None] = deque()
 
     def start_epoch(self, order: Tensor, epoch: int) -> None:
@@ -79,7 +79,7 @@ class WorkerFeed:
 
     def close(self) -> None:
         if self._results is not None:
-            # Not left to the garbage collector: a traceback may keep the iterator and its processes alive.
+            # Do not leave this to the garbage collector: a traceback may keep the iterator and its processes alive.
             self._results._shutdown_workers()  # type: ignore[attr-defined]
             self._results = None
         self._announced.clear()
@@ -87,7 +87,7 @@ class WorkerFeed:
 
     def _start_workers(self) -> Iterator[Any]:
         loading = self._loading
-        # Its own generator: otherwise each start would draw a number from the rank's generator.
+        # Use a separate generator: otherwise each start would draw a number from the rank's generator.
         generator = torch.Generator()
         if loading.seed is not None:
             generator.manual_seed(loading.seed)
@@ -166,7 +166,7 @@ class WorkerFeed:
 
 
 class _Endless(Sampler[ReadRequest | None]):
-    """Yields the next announced batch, or None without waiting, because the DataLoader must never block here."""
+    """Yields the next announced batch, or None if there is none, because the DataLoader must never block here."""
 
     def __init__(self, feed: WorkerFeed) -> None:
         self._feed = feed
@@ -177,7 +177,7 @@ class _Endless(Sampler[ReadRequest | None]):
 
 
 class _Drawn(Dataset[Any]):
-    """The data set of a worker: returns batches by request, and errors as values so that their messages survive."""
+    """The data set of a worker: returns requested batches, and errors as values so that their messages survive."""
 
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
@@ -197,7 +197,7 @@ def _unchanged(batch: Any) -> Any:
 
 @contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """Remove the SIGCHLD handler of torch's DataLoader, which would raise at an arbitrary place in the rank."""
+    """Remove the SIGCHLD handler of torch's DataLoader, which would raise at an arbitrary point in the rank."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
 """A forkserver for ranks: a process imports torch once, and every rank is forked from it.
 
-Decides when a forkserver can be used and when a new one is needed. The launcher decides what a rank gets.
+Decides when a forkserver can be used and when a new one is needed. The launcher decides how a rank is set up.
 `forkserver_process` is the code of the forkserver's own process.
 """
 
@@ -26,13 +26,13 @@ __all__ = ["TRAINING", "Forkserver", "ProcessSetup", "forkserver_for"]
 TRAINING = ("outrider.rank.entry", "torch._dynamo")
 """The modules that every training rank imports; torch imports the second one with its first optimizer."""
 CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
-"""On other systems, forking a process that has loaded libraries is not safe."""
+"""On other systems, it is not safe to fork a process that has loaded libraries."""
 HEADER_BYTES = 8
 """A fork request starts with the length of its body."""
 _PASSING = frozenset({"PYTEST_CURRENT_TEST", "OUTRIDER_FAULTS"})
-"""Variables that change often and that no library reads when it is loaded."""
+"""Variables that change often and that no library reads while it is loaded."""
 
-# Copies the starter's sys.path before any module of ours is imported, as for a rank.
+# Copies the starter's sys.path before importing any of our modules, as in a rank.
 _BOOT = """\
 import json, sys
 start = json.loads(sys.argv[1])
@@ -44,7 +44,7 @@ main(start)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSetup:
-    """Everything that the process of a rank gets, forked or fresh."""
+    """The settings of a rank's process, forked or fresh."""
 
     start_path: str
     environment: Mapping[str, str]
@@ -63,14 +63,14 @@ class Forkserver:
         self._owner_pid = os.getpid()
         self._has_forked = False
         self.is_unfit = False
-        """Its first fork failed; a fresh process will show the reason when it tries the same."""
+        """Whether the first fork failed; a fresh process that does the same will show the reason."""
         self._lock = threading.Lock()
         self._socket, keepers = socket.socketpair()
         start = {
             "path": list(path),
             "imports": list(imports),
             "socket_fd": keepers.fileno(),
-            # The kernel sends the signal when the starting thread ends, so only the main thread may ask for it.
+            # The kernel sends the signal when the starting thread ends, so only the main thread may request it.
             "dies_with_starter": threading.current_thread() is threading.main_thread(),
         }
         with keepers:
@@ -83,12 +83,12 @@ class Forkserver:
                 pass_fds=(keepers.fileno(),),
                 start_new_session=True,
             )
-        # It may exit by itself, and its exit status must be collected then.
+        # The process may exit by itself; its exit status must then be collected.
         threading.Thread(target=self._process.wait, name="outrider-forkserver", daemon=True).start()
         atexit.register(self.close)
 
     def serves(self, *, imports: Sequence[str], environment: Mapping[str, str], path: Sequence[str]) -> bool:
-        """Whether a fork equals a fresh process: libraries read environment variables when they are loaded."""
+        """Whether a fork would equal a fresh process; libraries read environment variables when they are loaded."""
         wanted = (tuple(imports), _lasting(environment), tuple(path))
         is_same = wanted == (self._imports, _lasting(self._environment), self._path)
         return is_same and self._owner_pid == os.getpid() and self._process.poll() is None
@@ -117,7 +117,7 @@ class Forkserver:
         self._socket.close()
 
     def close(self) -> None:
-        """End the forkserver and its ranks. A fork of the starter also runs this at its exit, and must do nothing."""
+        """End the forkserver and its ranks. A fork of the starter also runs this at exit, and must not end them."""
         atexit.unregister(self.close)
         self._socket.close()
         if os.getpid() == self._owner_pid:
@@ -135,7 +135,7 @@ class Forked:
 
     @classmethod
     def heard_of(cls, told_fd: int) -> Forked | None:
-        """Waits for the pid from the forkserver; for the first rank this takes as long as the imports."""
+        """Wait for the pid from the forkserver; for the first rank this takes as long as the imports."""
         try:
             pid = _read_number(told_fd)
         except BaseException:
@@ -154,7 +154,7 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             code = _read_number(self._told_fd)
-            # The ranks of a killed forkserver are killed too.
+            # If the forkserver was killed, its ranks were killed too.
             self.returncode = -signal.SIGKILL if code is None else code
             os.close(self._told_fd)
         return self.returncode

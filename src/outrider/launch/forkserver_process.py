@@ -22,7 +22,7 @@ from outrider.launch import rank_main
 from outrider.launch.forkserver import HEADER_BYTES, ProcessSetup
 
 IDLE_S = 60.0
-"""The forkserver exits after this time without ranks; the next ranks get a new one."""
+"""The forkserver exits after this time without ranks; the next ranks get a new forkserver."""
 _NUM_DESCRIPTORS = 5
 _IGNORED: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 """Signals that this process ignores, each with the default handler for ranks."""
@@ -43,15 +43,15 @@ class _Rank:
 
 
 def main(start: dict[str, Any]) -> None:
-    """Serve the starter until it closes the connection; a forked child returns as well and becomes a rank."""
+    """Serve the starter until it closes the connection; a forked child also continues here and becomes a rank."""
     if start["dies_with_starter"]:
         rank_main.die_with_parent()
-    # A batch system signals all processes of a job. The ranks need this process while they stop in order.
+    # A batch system signals all processes of a job, but the ranks need this process during their orderly stop.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     for name in start["imports"]:
         importlib.import_module(name)
-    # Another working directory, so that the starter's folder can be removed meanwhile.
+    # Change the working directory, so that the starter's folder can be removed meanwhile.
     os.chdir("/")
     with socket.socket(fileno=start["socket_fd"]) as starter:
         forked_for = _serve(starter) if _is_fit() else None
@@ -60,7 +60,7 @@ def main(start: dict[str, Any]) -> None:
 
 
 def _is_fit() -> bool:
-    """A fork cannot use a GPU that its parent initialised, so no import may have done that."""
+    """Whether no import has initialised a GPU; a fork cannot use a GPU that its parent initialised."""
     return not any(target.startswith("/dev/nvidia") for target in map(_target, Path("/proc/self/fd").iterdir()))
 
 
@@ -68,12 +68,12 @@ def _target(link: Path) -> str:
     try:
         return os.readlink(link)
     except OSError:
-        # The folder itself, closed by now.
+        # The descriptor of the listed folder itself, which is closed by now.
         return ""
 
 
 def _serve(starter: socket.socket) -> _ForkRequest | None:
-    """Return the request in every forked rank, and None in the forkserver at its end."""
+    """Serve requests; returns the request in every forked rank, and None in the forkserver when it ends."""
     ranks: dict[int, _Rank] = {}
     poller = select.poll()
     poller.register(starter, select.POLLIN)
@@ -154,11 +154,11 @@ def _receive(starter: socket.socket) -> _ForkRequest | None:
     return _ForkRequest(setup=setup, tells_fd=tells_fd)
 
 
-# In a rank
+# In a forked rank
 
 
 def _begin(order: _ForkRequest) -> dict[str, Any]:
-    """Set up what a fresh process would have got, except sys.path, which is part of the forkserver's identity."""
+    """Set up the rank like a fresh process, except for sys.path, which is equal for all ranks of a forkserver."""
     setup = order.setup
     os.setsid()
     for number, usual in _IGNORED.items():

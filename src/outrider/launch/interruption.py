@@ -1,7 +1,7 @@
-"""Catches SIGINT and SIGTERM, so that a run can stop in order instead of ending the process at once.
+"""Catches SIGINT and SIGTERM, so that a run can stop in an orderly way instead of ending the process at once.
 
 Decides when a signal is caught: in the main thread, and only if the user has installed no handler. The owner of the
-guard decides how to react: the handle of a run, a session, or the process of a rank.
+guard (the handle of a run, a session, or the process of a rank) decides how to react.
 """
 
 from __future__ import annotations
@@ -93,19 +93,19 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _restore(number: signal.Signals) -> None:
-    # A handler that the user has installed in the meantime stays.
+    # Keep a handler that the user has installed in the meantime.
     if signal.getsignal(number) is _handle and threading.current_thread() is threading.main_thread():
         signal.signal(number, _before[number])
 
 
 def _act_as_before(number: signal.Signals) -> None:
-    """Restore the previous handler and send the signal again; a forked process inherits our handler too."""
+    """Restore the previous handler and send the signal again; forked processes, which inherit our handler, do this."""
     _restore(number)
     os.kill(os.getpid(), number)
 
 
 def is_interruption(error: BaseException, link: Link) -> bool:
-    """Whether a signal ended the run: a KeyboardInterrupt, or an error after a caught signal."""
+    """Whether a signal ended the run: by KeyboardInterrupt, or by another non-Exception after a caught signal."""
     if isinstance(error, Exception):
         return False
     return link.interrupted_by is not None or isinstance(error, KeyboardInterrupt)

@@ -1,4 +1,4 @@
-"""The two lines when a signal ends a run: that it was received, and how to resume the run.
+"""The two lines printed when a signal ends a run: that it was received, and how to resume the run.
 
 Decides the wording only. Called by the starter of the ranks, or by rank 0 under another launcher.
 """
@@ -16,7 +16,7 @@ from outrider.record.run_folder import shown_path
 
 _STDERR = 2
 _CLEAR_LINE = "\r\x1b[K"
-"""On a terminal: over the ^C that it shows, and over a progress bar."""
+"""On a terminal, overwrites the ^C that it shows and a progress bar."""
 
 
 def say_stopping(number: signal.Signals, *, within_s: float | None = None) -> None:
@@ -28,7 +28,7 @@ def say_stopping(number: signal.Signals, *, within_s: float | None = None) -> No
 
 
 def say_interrupted(folder: Path) -> None:
-    """Print in one line how far an interrupted run came and how to resume it."""
+    """Print in one line how far an interrupted run got and how to resume it."""
     try:
         epoch = epoch_of(find(folder)[0])
         told = f'interrupted at epoch {epoch}; pass resume="{shown_path(folder)}" to go on'

@@ -1,7 +1,7 @@
 """Starts one process per device on this host and returns the Ranks object that watches them.
 
-Decides what the process of a rank gets: interpreter, variables, pipes, log, payload. Does not decide what it computes.
-A failed start is undone completely. Called by `api` when no ranks exist yet.
+Decides the setup of a rank's process: interpreter, variables, pipes, log, payload. Does not decide what the rank
+computes. A failed start is undone completely. Called by `api` when no ranks exist yet.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def launch(
     imports them once if possible. `interpreters` gives each rank its own Python. `num_threads` is per rank; by default
     the ranks divide the cores. Slices of a GPU get a private MPS daemon that ends with the ranks. `shown_rank` writes
     to the output of this process instead of a log. A training rank that is silent for `timeout_s` is considered hung.
-    Ranks that are interrupted by a signal get `grace_s` to stop in order. `on_end` is called when all ranks have ended.
+    Ranks that a signal interrupts get `grace_s` for an orderly stop. `on_end` is called when all ranks have ended.
     """
     _check_not_in_rank()
     variables = {**(environment or {}), **variables_for_limits(devices)}
     orders = _orders(devices, interpreters=interpreters, variables=variables, log_dir=log_dir, num_threads=num_threads)
-    # First, because it imports in parallel with the following preparations.
+    # Start the forkserver first, because it imports in parallel with the following preparations.
     forkserver = forkserver_for(imports=imports, environment=_common_variables(variables))
     orders = [replace(order, is_shown=order.rank == shown_rank) for order in orders]
     with ExitStack() as cleanup:
@@ -73,7 +73,7 @@ def launch(
         remove_folder = partial(shutil.rmtree, folder, ignore_errors=True)
         cleanup.callback(remove_folder)
         write_payload(folder / "payload", target, payload)
-        # Not the port of the store: MASTER_PORT is for process groups that the user's code opens.
+        # This is not the store's port: MASTER_PORT is for process groups that the user's code opens.
         port = free_port(_HOST, port)
         store = serve_in_private_folder(remove=[str(folder)])
         cleanup.callback(store.close)
@@ -213,13 +213,13 @@ def _start_file(order: _StartOrder, *, folder: Path, messages_fd: int, control_f
         "is_shown": order.is_shown,
         "messages_fd": messages_fd,
         "control_fd": control_fd,
-        # The kernel sends the signal when the starting thread ends, so only the main thread may ask for it.
+        # The kernel sends the signal when the starting thread ends, so only the main thread may request it.
         "dies_with_starter": threading.current_thread() is threading.main_thread(),
     }
 
 
 def _carried_path(interpreter: str) -> list[str]:
-    """This program's sys.path; for another interpreter without the libraries of this one."""
+    """This program's sys.path; for another interpreter, without the libraries of this interpreter."""
     if interpreter == sys.executable:
         return list(sys.path)
     libraries = library_folders()
@@ -247,7 +247,7 @@ def _spawned(order: _StartOrder, setup: ProcessSetup) -> Process:
             cwd=setup.folder,
             env=dict(setup.environment),
             pass_fds=(setup.messages_fd, setup.control_fd),
-            # Ctrl-C in the terminal must reach only the starter, which stops the ranks in order.
+            # Ctrl-C in the terminal must reach only the starter, which stops the ranks in an orderly way.
             start_new_session=True,
         )
     except OSError as error:

@@ -1,7 +1,7 @@
 """Pickles the function and data of the ranks into a private file, and reads it in a rank.
 
-Decides which modules are pickled by value (code that a rank could not import), and names an option that cannot be
-pickled. Called by the launcher in the starter and by `rank_main` in a rank; nothing else is ever unpickled.
+Decides which modules are pickled by value (code that a rank could not import). If an option cannot be pickled, the
+error names it. Called by the launcher in the starter and by `rank_main` in a rank; nothing else is ever unpickled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_payload(path: Path) -> tuple[Callable[..., None], dict[str, Any]]:
 
 
 def _check_private(path: Path, descriptor: int) -> None:
-    """Loading a pickle runs code, so check that only this user could have written or replaced the file."""
+    """Check that only this user could have written or replaced the file, because loading a pickle runs code."""
     for what, status in ((path, os.fstat(descriptor)), (path.parent, os.stat(path.parent))):
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigError(
@@ -89,7 +89,7 @@ def _why_not_sent(part: object) -> str | None:
 
 @contextmanager
 def _unimportable_modules_by_value() -> Iterator[None]:
-    """Pickle modules by value that a fresh interpreter would not find, such as test modules."""
+    """Pickle modules by value if a fresh interpreter would not find them, for example test modules."""
     chosen = cloudpickle.list_registry_pickle_by_value()
     modules = [module for module in _modules_of_user() if module.__name__ not in chosen and not _is_importable(module)]
     for module in modules:
@@ -102,7 +102,7 @@ def _unimportable_modules_by_value() -> Iterator[None]:
 
 
 def _modules_of_user() -> list[ModuleType]:
-    """Imported modules outside of the standard library and the installed packages, which every rank has."""
+    """Imported modules, except the standard library and the installed packages, which every rank has."""
     libraries = library_folders()
     return [
         module
@@ -137,7 +137,7 @@ def _is_importable(module: ModuleType) -> bool:
 
 
 def _search(name: str) -> ModuleSpec | None:
-    """The spec of a module without looking at sys.modules, unlike importlib.util.find_spec."""
+    """Find the spec of a module without consulting sys.modules, unlike importlib.util.find_spec."""
     parent_name = name.rpartition(".")[0]
     parent = _search(parent_name) if parent_name else None
     if parent_name and (parent is None or parent.submodule_search_locations is None):

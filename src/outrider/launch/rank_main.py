@@ -1,6 +1,6 @@
 """The main function of a rank that our launcher started: read the payload, run the target, report how it ended.
 
-Decides when a rank must end because its starter has died. Does not know the target, and imports no torch.
+Decides when a rank must end because its starter has died. Does not know the target, and does not import torch.
 Called by BOOT, a few lines that the launcher passes to a fresh interpreter, or by the forkserver process.
 """
 
@@ -27,7 +27,7 @@ from outrider.world.environment import launched
 from outrider.world.messages import Link, PipeWriter
 from outrider.world.rank_errors import describe_error
 
-# Copies the starter's sys.path before any module of ours is imported: outrider may be importable only through it.
+# Copies the starter's sys.path before importing any of our modules, because outrider may only be found through it.
 BOOT = """\
 import json, sys
 with open(sys.argv[1]) as file:
@@ -50,7 +50,7 @@ def main(start: dict[str, Any]) -> None:
         die_with_parent()
     folder = Path(start["folder"])
     link = _make_link(start)
-    # Never closed: signals are caught for the whole life of the process.
+    # The guard is never closed: signals are caught until the process ends.
     SignalGuard(partial(_interrupt, link)).open()
     watch = threading.Thread(
         target=_watch_starter,
@@ -63,13 +63,13 @@ def main(start: dict[str, Any]) -> None:
 
 
 def _set_up_signals() -> None:
-    # The starter requests the stacks of a hung rank by SIGUSR1, and ends ranks by SIGHUP, also under nohup.
+    # The starter requests the stacks of a hung rank with SIGUSR1, and ends ranks with SIGHUP, even under nohup.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _interrupt(link: Link, number: signal.Signals) -> None:
-    """Report a signal to the starter, which stops all ranks in order."""
+    """Report a signal to the starter, which stops all ranks in an orderly way."""
     link.interrupt(number)
     link.send("interrupted", signal=number.value)
 
@@ -99,7 +99,7 @@ def _run(link: Link, payload_path: Path, *, is_shown: bool) -> int:
         target, payload = read_payload(payload_path)
         link.send("started")
         target(link, **payload)
-    # Also SystemExit and KeyboardInterrupt: a rank that ends early has failed, unless a signal ended it.
+    # This includes SystemExit and KeyboardInterrupt: a rank that ends early has failed, unless a signal ended it.
     except BaseException as error:
         if link.interrupted_by is None or isinstance(error, Exception):
             return _fail(link, error, is_shown=is_shown)
@@ -119,13 +119,13 @@ def _fail(link: Link, error: BaseException, *, is_shown: bool) -> int:
 
 
 def _shown(frames: str) -> str:
-    """The lines of the user's code only; those of our own errors come without a heading."""
+    """The user's part of a traceback; adds the heading, which tracebacks of our own errors lack."""
     is_headed = frames.startswith("Traceback") or not frames
     return (frames if is_headed else f"Traceback (most recent call last):\n{frames}").rstrip()
 
 
 def _watch_starter(control_fd: int, link: Link, folder: Path) -> None:
-    """Receive the starter's requests until it dies; then end this rank at once."""
+    """Handle the starter's requests until it dies; then end this rank at once."""
     try:
         _obey_starter(control_fd, link)
     except Exception:

@@ -1,6 +1,6 @@
-"""One rank as seen by the starter's operating system: process, pipes, log.
+"""The starter's access to one rank through the operating system: process, pipes, log.
 
-Reads messages and sends signals; Ranks decides when. Used by the watching thread of Ranks only.
+Reads messages and sends signals; Ranks decides when. Used only by the watching thread of Ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOG_TAIL_BYTES = 8_192
 
 
 class Process(Protocol):
-    """The part of Popen that is used."""
+    """The part of Popen that RankProcess uses."""
 
     @property
     def pid(self) -> int: ...
@@ -51,9 +51,9 @@ class RankProcess:
         self.pid = process.pid
         self.messages_fd = messages_fd
         self.heard_at_s = 0.0
-        """Time of its last message, by the clock of the watching thread."""
+        """Time of the last message, on the clock of the watching thread."""
         self.is_watched = False
-        """Whether it is training, so that a long silence means that it hangs."""
+        """Whether the rank is training, so that a long silence means that it hangs."""
         self.done_at_s: float | None = None
         self.has_started = False
         self.has_failed = False
@@ -67,7 +67,7 @@ class RankProcess:
         os.set_blocking(messages_fd, False)
 
     def read(self) -> list[Message]:
-        """The complete messages received by now."""
+        """Return the complete messages received so far."""
         try:
             while chunk := os.read(self.messages_fd, 65_536):
                 self._unfinished += chunk
@@ -78,12 +78,12 @@ class RankProcess:
         return [decode(line, rank=self.rank) for line in lines]
 
     def poll(self) -> bool:
-        """Whether it has just ended; reads its last messages and ends the processes that it left behind."""
+        """Whether the rank has just ended; reads its last messages and kills the processes that it left behind."""
         if self._process.poll() is None:
             return False
         self.has_ended = True
         self.last_words = self.read()
-        # The data loading processes of a killed rank outlive it.
+        # Data loading processes outlive a rank that was killed.
         self._signal_group(signal.SIGKILL)
         return True
 
@@ -103,7 +103,7 @@ class RankProcess:
         self._tell("stop")
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Ask it to stop because of a signal, which the record gives as the reason."""
+        """Ask the rank to stop because of a signal, which the record names as the reason."""
         self._tell(f"interrupt {number.value}")
 
     def _tell(self, request: str) -> None:
@@ -111,13 +111,13 @@ class RankProcess:
             os.write(self._control_fd, f"{request}\n".encode())
 
     def ask_for_stacks(self) -> None:
-        """Ask it to write the stacks of its threads to its log; before it has started, the signal would kill it."""
+        """Ask the rank to log the stacks of its threads; before it has started, the signal would kill it."""
         if self.has_started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
 
     def terminate(self) -> None:
-        """End it by SIGHUP, because SIGTERM means an orderly stop."""
+        """End the rank with SIGHUP, because SIGTERM means an orderly stop."""
         if not self.has_ended:
             self._signal_group(signal.SIGHUP)
 
@@ -126,7 +126,7 @@ class RankProcess:
             self._signal_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it if it still runs, and close the pipes."""
+        """Kill the rank if it is still running, and close the pipes."""
         self.kill()
         self._process.wait()
         os.close(self.messages_fd)

@@ -1,9 +1,9 @@
-"""The starter's view of its ranks: their messages, their ends, and the error that is the cause.
+"""The starter's view of its ranks: their messages, how they ended, and the error that caused a failure.
 
 Decides when ranks are ended and which failure is reported: lost connections and timeouts are consequences and have the
-lowest priority. The launcher starts the ranks and returns this object. A thread watches the ranks, so that the program
-does not have to poll; its clock counts only the time in which the process ran, so that no deadline passes while it is
-stopped (Ctrl-Z).
+lowest priority. The launcher starts the ranks and returns a Ranks object. A thread watches the ranks, so that the
+program does not have to poll. Its clock counts only time in which the process ran, so that no deadline passes while the
+process is stopped (Ctrl-Z).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.world.messages import Inbox, Message
 from outrider.world.rank_errors import rebuild_error
 
 LONGEST_TURN_S = 1.0
-"""A longer turn means that the whole process was stopped."""
+"""A longer turn of the watching loop means that the whole process was stopped."""
 
 
 class WatchClock:
@@ -36,14 +36,14 @@ class WatchClock:
         self._last_s = time.monotonic()
 
     def advance(self) -> None:
-        """Count the time since the last turn, at most LONGEST_TURN_S of it."""
+        """Count the time since the last turn, up to LONGEST_TURN_S."""
         now_s = time.monotonic()
         self.now_s += min(LONGEST_TURN_S, now_s - self._last_s)
         self._last_s = now_s
 
 
 SILENCE_MARGIN_S = 5.0
-"""A rank that waits for others raises an error after `timeout_s`, so a rank that is silent for longer hangs."""
+"""A rank that waits for others raises an error after `timeout_s`, so a rank that is silent even longer hangs."""
 
 
 class Blame:
@@ -133,10 +133,10 @@ def _folded(victims: Sequence[int], *, cause: int | None) -> str:
     return f"outrider: {names} lost {'its' if is_one else 'their'} connection{peer} as a consequence"
 
 
-# How long other ranks may take to notice a failure themselves, and then to end after SIGHUP.
+# Time in which other ranks may notice a failure themselves, and time in which they may end after SIGHUP.
 FAILURE_GRACE_S = 2.0
 TERMINATE_GRACE_S = 2.0
-# A rank that is done but does not exit (a user thread, a hanging teardown) is killed after this time.
+# A rank that has finished but does not exit (a user's thread, a hanging teardown) is killed after this time.
 EXIT_GRACE_S = 10.0
 # Hung ranks get this time to write their stacks to their logs.
 STACKS_GRACE_S = 1.0
@@ -197,12 +197,12 @@ class Ranks:
         return tuple(process.pid for process in self._processes)
 
     def messages(self) -> Iterator[Message]:
-        """Yield all messages in order of arrival (of progress only the newest) until all ranks have ended."""
+        """Yield messages in order of arrival until all ranks have ended; of progress messages only the newest."""
         while (message := self.next_message()) is not None:
             yield message
 
     def next_message(self, timeout_s: float | None = None) -> Message | None:
-        """The next message; None if all ranks have ended or the time is up (see `is_running`)."""
+        """Return the next message; None if all ranks have ended or the time is up (see `is_running`)."""
         try:
             message = self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -262,11 +262,11 @@ class Ranks:
 
     def close(self) -> None:
         """End all ranks that still run, and release all resources."""
-        # A fork of the starter also runs this at its exit, and must not end the ranks.
+        # A fork of the starter also runs this at exit, and must not end the ranks.
         if os.getpid() == self._starter_pid:
             self.terminate()
 
-    # Run by the watching thread, the only one that reads from ranks and signals them.
+    # Run by the watching thread, which is the only thread that reads from ranks and signals them.
 
     def _watch(self) -> None:
         try:

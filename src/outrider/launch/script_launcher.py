@@ -1,7 +1,7 @@
 """Runs the user's script again in every rank, for a script that opens a session on several devices.
 
-Decides what counts as a script, and how its end becomes that of the rank. Sessions ask here whether this process is
-such a rank; the starter only waits, as torchrun would.
+Decides what counts as a script, and how the end of the script becomes the end of the rank. Sessions ask here whether
+this process is such a rank; the starter only waits, like torchrun.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from outrider.record.run_timeline import complete_timeline
 from outrider.world.messages import Link
 
 TOOLS = ("pytest", "py.test")
-"""Commands that run the user's code among other code, so they cannot be run again in ranks."""
+"""Commands that run the user's code together with other code, and so cannot be run again in ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserScript:
-    """The user's program: a file, or a module of `python -m`."""
+    """The user's program: a file, or a module started with `python -m`."""
 
     path: str
     module: str | None = None
@@ -41,7 +41,7 @@ class UserScript:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptRank:
-    """This process as a rank that runs the user's script."""
+    """Describes this process as a rank that runs the user's script."""
 
     link: Link
     run_dir: Path
@@ -58,7 +58,7 @@ def script_rank() -> ScriptRank | None:
 
 
 def at_script_end(call: Callable[[], None]) -> None:
-    """Call this when the script of this process has ended: as a rank of ours before its end is told, else at exit."""
+    """Call a function when this process's script has ended: in our ranks before the end is reported, else at exit."""
     if _script_rank:
         _at_end.append(call)
     else:
@@ -97,8 +97,8 @@ def run_in_ranks(
 ) -> int:
     """Run the script in one new process per device, wait for the end, and return the exit code.
 
-    Rank 0 writes to the output of this process, the others to their logs in `run_dir`. SIGINT and SIGTERM stop the
-    ranks in order, within `grace_s`; the second signal kills them at once.
+    Rank 0 writes to the output of this process, the other ranks to their logs in `run_dir`. SIGINT and SIGTERM stop the
+    ranks in an orderly way within `grace_s`; a second signal kills them at once.
     """
     with launch(
         run_script,
@@ -128,7 +128,7 @@ def run_in_ranks(
 
 
 def _await_end(ranks: Ranks, *, grace_s: float) -> list[int]:
-    """Wait until all ranks have ended; returns the exit codes of scripts that exited with one."""
+    """Wait until all ranks have ended; returns the exit codes that scripts passed to `sys.exit`."""
 
     def interrupt(number: signal.Signals) -> None:
         ranks.interrupt(number)
@@ -139,7 +139,7 @@ def _await_end(ranks: Ranks, *, grace_s: float) -> list[int]:
 
 
 def _close_record(folder: RunFolder, *, status: str, error: OutriderError | None = None) -> bool:
-    """Complete the record if rank 0 could not, or recorded only a lost connection; whether that was so."""
+    """Complete the record if rank 0 could not, or recorded only a lost connection; returns whether it did."""
     record = folder.read_json("record.json")
     is_open = record is not None and record["status"] in ("running", "failed")
     if is_open:
@@ -153,7 +153,7 @@ def take_part(link: Link, *, run_dir: Path) -> None:
 
 
 def run_script(link: Link, *, script: UserScript, run_dir: Path) -> None:
-    """Run the script in a rank from its first line; its session will find this rank."""
+    """Run the whole script in a rank; its session will find this rank."""
     take_part(link, run_dir=run_dir)
     try:
         if script.module is None:

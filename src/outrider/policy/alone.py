@@ -1,4 +1,4 @@
-"""Decides when one rank trains alone while the others rest: if sharing a step costs more than it saves.
+"""Decides when one rank trains alone while the others rest: when sharing a step costs more than it saves.
 
 Every rank of a shared step sums gradients and repeats the whole update. For a small model that is most of a step, so a
 slow rank delays the fast one even with few samples. Called by the splitter.
@@ -16,127 +16,128 @@ from outrider.policy.effects import AverageReport
 from outrider.policy.step_cost import Cost
 
 SHARED_STEPS = 16
-"""As many are measured before they are judged."""
-# Where a rank alone would take at most this part of a shared step, these are enough.
+"""Shared steps are judged after this many measurements."""
+# Fewer are enough if a rank alone would take at most this part of a shared step.
 CLEAR_SHARED_STEPS = 4
 CLEARLY_QUICKER = 0.95
-# Where all others together have at most this part of the fastest rank's speed, it begins alone, as they could bring
-# little. Sharing is then tried where that costs at most this part of the rest of the run. It takes about three steps,
-# in each of which the slowest rank spends half of what a whole batch takes it, and the warm-up of that rank.
+# If all other ranks together have at most this part of the fastest rank's speed, the fastest begins alone, because they
+# could help little. Sharing is tried later if that costs at most this part of the rest of the run. Such a trial takes
+# about three steps, each with half of the slowest rank's time for a whole batch, plus the warm-up of that rank.
 SMALL_HELP = 0.25
 FIRST_TRIAL_PART = 0.03
 FIRST_TRIAL_STEPS = 3
 FIXED_PART = 0.5
 WARM_UP_MS = 10.0
-"""Of a first step, at the speed of the fastest rank."""
-# Fitted while others computed too, the time of a rank alone comes out too long: where it is close, it is tried.
+"""Warm-up time of a first step, at the speed of the fastest rank."""
+# A rank's fitted time comes out too long for work alone, because other ranks computed at the same time. So a rank whose
+# fitted time is below this multiple of a shared step is tried alone.
 TRIED_BELOW = 1.15
-# Devices that share cores, memory or a bus slow each other down, so where the run is long enough to pay for it, a rank
-# alone is tried once even where its fitted time promises nothing.
+# Devices that share cores, memory or a bus slow each other down. If the run is long enough to pay for it, a rank is
+# tried alone once, even if its fitted time promises nothing.
 TRIED_ONCE_BELOW = 2.5
 TRIED_ONCE_PART = 0.0025
 STRETCH_MS = 2000.0
 STRETCH_MIN, STRETCH_MAX = 16, 1024
-# Ranks that rest wait for the end of a stretch, and must not take the one that works for lost.
+# Resting ranks wait for the end of a stretch; the wait must not look as if the working rank were lost.
 LONGEST_STRETCH_S = 30.0
 FIRST_STRETCH = 1
-"""Batches of a rank of which nothing is measured yet."""
-# The other way is tried again now and then, at a cost of about this part of the time; a trial explores, then measures.
+"""Batches of the first stretch of a rank that has no measurement yet."""
+# The alternative is tried again now and then, at a cost of about this part of the time: first to explore, then measure.
 TRIAL_STEPS = SHARED_STEPS + 8
 TRIAL_PART = 0.01
-# Every trial in a row that shows nothing new halves it, down to this.
+# Each consecutive trial that shows nothing new halves that part, down to this.
 LEAST_TRIAL_PART = 0.001
-# Where a rank alone would take at most this part of a shared step, this many steps in a row are enough to know.
+# If a rank alone would take at most this part of a shared step, this many steps in a row are enough to decide.
 CLEARLY_LESS = 0.7
 CLEAR_STEPS = 2
-# Who of several takes the least time is clear where the next one takes so many times as long.
+# The fastest rank is clear if the next one takes this many times as long.
 CLEARLY_FASTER = 1.25
-# Shared steps do not tell similar ranks apart. Another rank is tried alone too where that costs at most this part of
-# the time until all are tried again, even if it should take up to so many times as long; whoever takes less time stays.
+# Shared steps do not tell similar ranks apart. Another rank is also tried alone if that costs at most this part of the
+# time until all ranks are tried again, even if it may take up to this many times as long. The faster rank stays.
 COMPARED_PART = 0.01
 COMPARED_BELOW = 4.0
 SUMS_HANDED_OVER = 6
-"""What a trial moves, in sums of gradients: the model and its optimizer state, about three, there and back."""
-# Once compared, a rank alone gives way to another that takes at most this part of its time.
+"""Transfers of a trial, in gradient all-reduces: model and optimizer state are about three, there and back."""
+# After the comparison, a lone rank gives way to another one that takes at most this part of its time.
 GIVES_WAY_BELOW = 0.9
 
 
 class Alone:
-    """Compares a rank alone with shared steps: its fitted time decides whether to try, what it really takes to stay."""
+    """Compares one rank alone with shared steps: fitted times decide what to try, measured times decide what stays."""
 
     def __init__(self, *, longest_stretch_s: float = LONGEST_STRETCH_S) -> None:
         self._longest_ms = 1e3 * longest_stretch_s
         self.rank: int | None = None
-        """Who works alone; None while all share."""
+        """The rank that works alone; None while all ranks share steps."""
         self.lasted = 0
-        """Batches of the rank that works alone, or did so last."""
+        """Batches taken alone since all ranks last shared steps; kept until a rank next goes alone."""
         self._shared_ms: deque[float] = deque(maxlen=SHARED_STEPS)
         self._expected_ms = 0.0
-        # Steps until the other way is tried.
+        # Steps until the alternative is tried.
         self._left = 0
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
-        # A trial of sharing, and what its steps have taken so far: the first ones of all are one too.
+        # Whether shared steps are on trial, and the cost of the trial so far. The first shared steps are a trial, too.
         self._is_trial = True
         self._spent_ms, self._spent_steps = 0.0, 0
         self._trial_part = TRIAL_PART
         self._num_clear = 0
         self._is_tried = False
-        # The most that each rank takes for a whole batch, from the best of its parts; hiccups do not count.
+        # Upper bound of each rank's time for a whole batch, from its fastest part so far; hiccups do not count.
         self._at_most_ms: list[float] = []
-        # What whole batches were thought to take when all last shared, and took since then; ranks that were not tried
-        # alone are not in the second.
+        # Times of whole batches on each rank: expected when all ranks last shared, and measured alone since then. The
+        # second holds only ranks that were tried.
         self._thought_ms: list[float] = []
         self._alone_ms: dict[int, float] = {}
-        # How many times as slow the slowest rank should be, until it is decided whether a first trial of sharing pays.
+        # Expected slowness of the slowest rank relative to the fastest; None once a first trial of sharing is decided.
         self._slowness: float | None = None
         self.is_unshared = False
         """Whether a rank works alone without a trial, because the run is too short for one."""
 
     @property
     def step_ms(self) -> float | None:
-        """Time of a usual batch as it is taken now, shared or alone; None until it is measured."""
+        """Time of a usual batch in the current mode, shared or alone; None until it is measured."""
         if self.rank is not None:
             return self._expected_ms if self._is_proven else None
         return self._shared if len(self._shared_ms) == SHARED_STEPS else None
 
     @property
     def stretch(self) -> int:
-        """Steps until the ranks meet again: few on trial, then about two seconds, so that a wish to stop is heard."""
+        """Steps until the ranks meet again: few on trial, then about two seconds' worth, to notice requests to stop."""
         if not self._expected_ms:
             return FIRST_STRETCH
         steps = self._steps_of(self._expected_ms)
         return steps if self._is_proven else min(STRETCH_MIN, steps)
 
     def begin(self, rank: int, *, slowness: float, steps_left: float) -> None:
-        """A rank begins alone, before anything is measured; the slowest takes about `slowness` times as long."""
+        """Let a rank begin alone before anything is measured; the slowest rank takes about `slowness` times as long."""
         self._enter(rank, 0.0)
         self._left = math.ceil(steps_left) + 1
         self._slowness = slowness
         self.is_unshared = not _pays_for_sharing(slowness, steps_left)
 
     def _steps_of(self, step_ms: float) -> int:
-        """Of a stretch: two seconds, and not so few that meeting costs, as far as others can wait."""
+        """Steps of a stretch: about two seconds, enough to make meeting cheap, and no longer than others can wait."""
         step_ms = max(step_ms, 1e-6)
         most = max(1, int(self._longest_ms / step_ms))
         return min(most, max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / step_ms))))
 
     def forget(self) -> None:
-        """Shared steps will take another time from now on."""
+        """Forget the times of shared steps, because they change from now on."""
         self._shared_ms.clear()
 
     def spent(self, report: AverageReport) -> None:
-        """Take in what any shared step took, those included in which ranks explore or capture what is new to them."""
+        """Record the cost of any shared step, including steps that explore splits or capture new shapes."""
         if self._is_trial:
             self._spent_ms += _step_ms(report)
             self._spent_steps += 1
 
     def measure(self, report: AverageReport) -> None:
-        """Take in the time of a usual shared step."""
+        """Record the time of a usual shared step."""
         self._shared_ms.append(_step_ms(report))
 
     def bound(self, report: AverageReport) -> None:
-        """Take in a shared step of a usual batch: a rank's time for its part, times the parts, is an upper bound."""
+        """Update upper bounds from a shared step of a usual batch: a rank's time for its part, times the parts."""
         whole_ms = [
             facts.compute_ms * report.samples / facts.samples if facts.samples and facts.compute_ms > 0 else math.inf
             for facts in report.ranks
@@ -146,7 +147,7 @@ class Alone:
     def shared(
         self, report: AverageReport, costs: Sequence[Cost], total: int, *, steps_left: float | None = None
     ) -> str | None:
-        """Take in a usual shared step, of `total` samples; the reason, where a rank goes on alone."""
+        """Record a usual shared step of `total` samples; returns the reason if a rank continues alone."""
         self._left -= 1
         self.measure(report)
         if len(self._shared_ms) < CLEAR_SHARED_STEPS or self._left > 0:
@@ -167,13 +168,13 @@ class Alone:
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
     def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
-        """Whether a trial that the fitted time speaks against costs little of the rest of the run."""
+        """Whether a trial against the advice of the fitted time costs little of the rest of the run."""
         if self._is_tried or steps_left is None or alone_ms >= TRIED_ONCE_BELOW * self._shared:
             return False
         return TRIAL_STEPS * (alone_ms / self._shared - 1) < TRIED_ONCE_PART * steps_left
 
     def shared_at_first(self, report: AverageReport) -> str | None:
-        """Take in a steady shared step before times can be fitted; the reason, where a rank clearly goes on alone."""
+        """Record a steady shared step before times can be fitted; returns the reason if a rank continues alone."""
         if not self._at_most_ms:
             return None
         alone_ms, *others_ms = sorted(self._at_most_ms)
@@ -187,29 +188,29 @@ class Alone:
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
 
     def _begin(self, times_ms: Sequence[float]) -> None:
-        """The rank that takes the least time goes on alone."""
+        """Let the rank with the shortest time continue alone."""
         alone_ms = min(times_ms)
         self._enter(times_ms.index(alone_ms), alone_ms)
         self._thought_ms = list(times_ms)
         self.lasted = 0
         self._is_tried = True
         self._alone_ms.clear()
-        # The next trial will cost what this one did, beyond as many steps alone.
+        # Expect the next trial to cost as much as this one: its time beyond that of as many steps alone.
         lost_ms = self._spent_ms - self._spent_steps * alone_ms if self._is_trial else 0.0
         self._left = round(max(TRIAL_STEPS * self._shared, lost_ms) / max(alone_ms, 1e-6) / self._trial_part)
         self._trial_part = max(LEAST_TRIAL_PART, self._trial_part / 2)
         self._is_trial = False
 
     def _enter(self, rank: int, alone_ms: float) -> None:
-        """What the rank takes alone is measured, after a first stretch."""
+        """Let a rank work alone; its time is measured after a first stretch."""
         self.rank, self._expected_ms = rank, alone_ms
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
 
     def alone(self, report: AverageReport, *, is_usual: bool = True, steps_left: float | None = None) -> str | None:
-        """Take in a stretch, judged where all its batches are usual ones; the reason, where another rank or all go on.
+        """Record a stretch; returns the reason if another rank or all ranks take over. Judges only usual batches.
 
-        `steps_left` are those until the end of the run, if known.
+        `steps_left` is the number of steps until the end of the run, if known.
         """
         assert self.rank is not None
         facts = report.ranks[self.rank]
@@ -224,7 +225,7 @@ class Alone:
             self._expected_ms = facts.compute_ms / facts.batches
         if self._batches >= SHARED_STEPS:
             step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
-            # Stretches on trial are short: what meeting costs is spread over as many steps as it will be.
+            # Stretches on trial are short, so spread the cost of meeting over the length of a regular stretch.
             self._expected_ms = step_ms + facts.exposed_ms / self._steps_of(step_ms)
             self._is_proven = True
             if self._slowness is not None:
@@ -237,7 +238,7 @@ class Alone:
         return "the other ranks have rested for long, and are tried again"
 
     def _try_others(self) -> None:
-        """All share again."""
+        """Let all ranks share steps again."""
         self._left = 0
         self.rank = None
         self.is_unshared, self._slowness = False, None
@@ -245,7 +246,7 @@ class Alone:
         self._spent_ms, self._spent_steps = 0.0, 0
 
     def _try_others_at_first(self, slowness: float, steps_left: float | None) -> str | None:
-        """Let all share for the first time where that costs little of the rest of the run; the reason, if so."""
+        """Let all ranks share for the first time if that costs little of the rest of the run; returns the reason."""
         rank, step_ms, self._slowness = self.rank, self._expected_ms, None
         self.is_unshared = steps_left is not None and not _pays_for_sharing(slowness, steps_left, step_ms=step_ms)
         if self.is_unshared:
@@ -254,12 +255,12 @@ class Alone:
         return f"rank {rank} alone takes {step_ms:.2f} ms; the run is long enough to try the others"
 
     def _other(self, steps_left: float | None) -> str | None:
-        """Leave whole batches to a rank that takes less time, or may do so, or to all; the reason, where they are."""
+        """Switch to a rank that takes or may take less time, or to sharing; returns the reason if anything changes."""
         assert self.rank is not None
         rank, is_first, now_ms = self.rank, self.rank not in self._alone_ms, self._expected_ms
         self._alone_ms[rank] = now_ms
         best_ms, best = min((ms, other) for other, ms in self._alone_ms.items())
-        # While all shared, ranks slowed each other down: others will gain by working alone as this one did.
+        # Ranks slowed each other down while all shared: expect others to gain from work alone as much as this one did.
         gain = min(1.0, best_ms / self._thought_ms[best]) if self._thought_ms else 1.0
         untried = [(gain * ms, other) for other, ms in enumerate(self._thought_ms) if other not in self._alone_ms]
         other_ms, other = min(untried, default=(math.inf, rank))
@@ -278,7 +279,7 @@ class Alone:
         return None
 
     def _is_worth_a_trial(self, other_ms: float, known_ms: float, steps: float) -> bool:
-        """Whether to try a rank that should take `other_ms`, where a batch takes `known_ms` and so many are to come."""
+        """Whether to try a rank that may take `other_ms`, when a batch now takes `known_ms` and `steps` are to come."""
         if other_ms < GIVES_WAY_BELOW * known_ms:
             return True
         sum_ms = max(0.0, self._shared - known_ms)
@@ -307,7 +308,7 @@ class Alone:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """What was measured in a stretch that a checkpoint cut short is measured anew."""
+        """Restore a saved state; a stretch that a checkpoint cut short is measured anew."""
         self.rank = state["rank"]
         self._shared_ms = deque(state["shared_ms"], maxlen=SHARED_STEPS)
         self._expected_ms = state["expected_ms"]
@@ -330,6 +331,6 @@ def _step_ms(report: AverageReport) -> float:
 
 
 def _pays_for_sharing(slowness: float, steps_left: float, *, step_ms: float = math.inf) -> bool:
-    """Whether a first trial of sharing costs little of so many steps of one rank."""
+    """Whether a first trial of sharing costs little compared with `steps_left` steps of one rank."""
     steps = FIRST_TRIAL_STEPS * (1 + FIXED_PART * slowness) + WARM_UP_MS * slowness / max(step_ms, 1e-6)
     return steps <= FIRST_TRIAL_PART * steps_left

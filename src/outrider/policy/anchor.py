@@ -1,7 +1,7 @@
 """Tunes the anchor: how many batches the slowest rank does between two averages.
 
 Short windows learn more per sample, so the anchor is the smallest whose cost stays within the target. Measures no costs
-and assigns no batches. Called by the planner after every average; the guard makes it shrink when replicas drift apart.
+and assigns no batches. Called by the planner after every average; the guard shrinks it when replicas drift apart.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 
 from outrider.policy.effects import Decision
 
-# Where a move ends, as a part of the target: noise of the cost around it reaches neither the target nor half of it.
+# A move aims at this part of the target: noise of the cost around it reaches neither the target nor half of it.
 AIM = 0.7
-# Waiting for other ranks makes windows no longer than this: of a plan that is off, a longer window waits longer too.
+# Waits for other ranks grow windows only up to this anchor: if a plan is off, a longer window also waits longer.
 WAIT_ANCHOR = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageCost:
-    """What an average cost the ranks, in ms."""
+    """The cost of an average, in ms."""
 
     exposed_ms: float
-    """Taken from computing by the average itself."""
+    """Compute time lost to the average itself."""
     lost_ms: float = 0.0
-    """The same and the time that ranks waited for each other, which counts up to an anchor of `WAIT_ANCHOR`."""
+    """`exposed_ms` plus the time that ranks waited for each other; it counts up to an anchor of `WAIT_ANCHOR`."""
     background_ms: float = 0.0
-    """From snapshot to result in the background: no window ends without waiting before that."""
+    """Time in the background from snapshot to result; a shorter window ends with a wait."""
 
 
 class Anchor:
     """The number of batches of the slowest rank in a window, tuned within [minimum, maximum].
 
-    Only the guard goes below the minimum; once it is content, the anchor climbs back.
+    Only the guard goes below the minimum; once the guard is satisfied, the anchor climbs back.
     """
 
     def __init__(self, start: int, *, minimum: int, maximum: int, overhead_target: float) -> None:
@@ -51,8 +51,8 @@ class Anchor:
     def after(self, cost: AverageCost, *, batch_ms: float, may_grow: bool) -> Decision | None:
         """Follow the measured cost of an average, given the time of a batch on the slowest rank.
 
-        The anchor is kept while the cost is between half the target and the target, and otherwise moves at once to the
-        smallest that stays below the target with some room.
+        The anchor stays while the cost is between half the target and the target. Otherwise it moves at once to the
+        smallest value that stays below the target with some margin.
         """
         if batch_ms <= 0:
             return None
@@ -77,7 +77,7 @@ class Anchor:
 
     @classmethod
     def restored(cls, state: dict[str, Any], *, minimum: int, maximum: int, overhead_target: float) -> Anchor:
-        """What was learned, under the options of the present run."""
+        """Restore the learned value under the options of the current run."""
         return cls(state["value"], minimum=minimum, maximum=maximum, overhead_target=overhead_target)
 
     @property
@@ -96,7 +96,7 @@ class Anchor:
         """The smallest anchor at which averages cost at most this part of the target."""
         within = partial(smallest_within, part * self._target, batch_ms=batch_ms)
         behind = math.ceil(cost.background_ms / batch_ms / part - 1e-9)
-        # Ranks wait for an average that takes longer than a window, and will not wait in longer windows.
+        # An average longer than a window explains the waits; they vanish in longer windows.
         is_explained = cost.background_ms > self._value * batch_ms
         waiting = 1 if is_explained else min(WAIT_ANCHOR, within(cost_ms=cost.lost_ms))
         return max(within(cost_ms=cost.exposed_ms), behind, waiting)
@@ -110,7 +110,7 @@ class Anchor:
 
 
 def batches_at(anchor: int, paces: Sequence[float], *, max_batch_diff: int | None = None) -> tuple[int, ...]:
-    """Batches of each rank in a window: the slowest does `anchor`, the others as many as fit in its time."""
+    """Batches of each rank in a window: `anchor` for the slowest, for the others as many as fit in its time."""
     slowest = max(paces)
     # A rank without batches would never be measured again.
     batches = tuple(max(1, round(anchor * slowest / pace)) for pace in paces)
@@ -120,7 +120,7 @@ def batches_at(anchor: int, paces: Sequence[float], *, max_batch_diff: int | Non
 
 
 def waste(batches: Sequence[int], paces: Sequence[float]) -> float:
-    """The idle part of all ranks' time when they wait for the last at the end of the window."""
+    """The idle part of all ranks' time if they wait for the last one at the end of the window."""
     busy = [count * pace for count, pace in zip(batches, paces, strict=True)]
     longest = max(busy)
     return 1 - sum(busy) / (len(busy) * longest) if longest else 0.0
@@ -141,7 +141,7 @@ def least_waste(
 
     def cost(candidate: int) -> tuple[float, int, int]:
         idle = waste(batches_at(candidate, paces, max_batch_diff=max_batch_diff), paces)
-        # Rounded, so that the last bits of a float do not beat nearness; of two as near the larger averages less often.
+        # Rounded, so that float noise does not outweigh nearness; on a tie the larger one, which averages less often.
         return round(idle, 9), abs(candidate - anchor), -candidate
 
     return min(near, key=cost, default=anchor)
@@ -149,8 +149,8 @@ def least_waste(
 
 def smallest_within(part: float, *, cost_ms: float, batch_ms: float) -> int:
     """The smallest anchor with which averages cost at most this part of the whole time."""
-    # The cost of an average is fixed, so the window that brings it to a part follows by proportion. An anchor that is
-    # exact must not become one more by the last bits of a float.
+    # The cost of an average is fixed, so the window for a given part follows by proportion. The small term keeps float
+    # noise from raising an exact anchor by one.
     return max(1, math.ceil(cost_ms / batch_ms * (1 - part) / part - 1e-9))
 
 

@@ -26,17 +26,17 @@ __all__ = ["Split", "Splitter", "TimeModel", "even", "minimise_slowest"]
 Caps = Sequence[int | None]
 
 REFIT_EVERY = 16
-# Fixed and per-sample cost can be told apart only if sizes vary; no split changes the gradient, so varying is free.
+# Fixed and per-sample cost can be separated only if sizes vary; no split changes the gradient, so varying is free.
 EXPLORING_STEPS = 4
 EXPLORING_PART = 0.25
 DEAD_ZONE = 0.02
 TIMES_HOLD = 512
-"""Steps for which fitted times are taken to hold; after them a rank that was left out is tried again."""
+"""Steps for which fitted times are assumed to hold; after them a rank without samples is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Samples of each rank in one step, and why."""
+    """Samples of each rank in one step, with the reason."""
 
     samples: tuple[int, ...]
     reason: str
@@ -46,7 +46,7 @@ class Split:
         return sum(self.samples)
 
     def batch(self, rank: int, start: int) -> Batch:
-        """The rank's positions when all are dealt in rank order from `start`."""
+        """The rank's positions when all parts are laid out in rank order from `start`."""
         return Batch(start + self._offsets[rank], self.samples[rank])
 
     @cached_property
@@ -61,14 +61,14 @@ def even(total: int, ranks: int) -> tuple[int, ...]:
 
 
 def without_singles(samples: Sequence[int], caps: Caps | None = None) -> tuple[int, ...]:
-    """The same samples with nobody left with just one, where another rank can take it.
+    """Move single samples to other ranks where these have room, so that no rank has just one.
 
-    One sample has no variance: BatchNorm refuses it in training, and one device with the whole batch would not see it.
+    One sample has no variance: BatchNorm rejects it in training, and one device with the whole batch would not see it.
     """
     counts = list(samples)
     if 1 not in counts:
         return tuple(counts)
-    # The largest part first, of equal ones that of the lowest rank; entries whose count has changed are skipped.
+    # The largest part comes first, among equal parts the lowest rank; entries whose count has changed are skipped.
     queue = [(-count, rank) for rank, count in enumerate(counts) if 0 < count < _cap(caps, rank)]
     heapq.heapify(queue)
     for rank in reversed(range(len(counts))):
@@ -104,10 +104,10 @@ def _cap(caps: Caps | None, rank: int) -> float:
 
 
 def minimise_slowest(models: Sequence[Cost], total: int, caps: Caps | None = None) -> tuple[int, ...]:
-    """Samples per rank, at most `caps`, that sum to `total` and minimise the time of the slowest; exact.
+    """Samples per rank, at most `caps`, that sum to `total` and minimise the slowest rank's time; exact.
 
-    Giving each sample to the rank that then has the smallest time is optimal, because a rank's time only grows.
-    All samples that fit below a time known to be too short are given at once, the few others one by one.
+    It is optimal to give each sample to the rank that then has the shortest time, because a rank's time only grows.
+    Samples that fit into a time known to be too short are given at once, the few others one by one.
     """
     limits = _limits(len(models), total, caps)
     counts = _below_optimum(models, limits, total)
@@ -154,21 +154,21 @@ def _below_optimum(models: Sequence[Cost], limits: list[int], total: int) -> lis
 
 
 def _fitting(model: Cost, time_ms: float, limit: int) -> int:
-    """Most samples that a rank can do in the time."""
+    """The most samples that a rank can process in the time."""
     fixed_ms, per_sample_ms = model.fixed_ms, model.per_sample_ms
     if limit == 0 or fixed_ms + per_sample_ms > time_ms:
         return 0
     if per_sample_ms * limit <= time_ms - fixed_ms:
         return limit
     count = int((time_ms - fixed_ms) / per_sample_ms)
-    # Division rounds: compare the very numbers that the optimum is measured by.
+    # Division rounds, so compare the same expression that defines the optimum.
     while fixed_ms + per_sample_ms * count > time_ms:
         count -= 1
     return count
 
 
 class Splitter:
-    """Learns what samples cost on each rank, and splits batches by it."""
+    """Learns the cost of samples on each rank, and splits batches accordingly."""
 
     def __init__(
         self,
@@ -181,10 +181,10 @@ class Splitter:
         shares_first: bool = False,
         longest_stretch_s: float = LONGEST_STRETCH_S,
     ) -> None:
-        """`may_rest` where the driver lets one rank work alone while the others rest.
+        """`may_rest` if the driver lets one rank work alone while the others rest.
 
-        `shares_first` where shared steps are to be seen, however short the run. `longest_stretch_s` is how long others
-        may wait for a rank that works alone.
+        `shares_first` if ranks must share steps first, however short the run. `longest_stretch_s` is how long other
+        ranks may wait for one that works alone.
         """
         self._world_size = world_size
         self._shares = None if shares is None else proportions("shares", shares, world_size=world_size)
@@ -194,12 +194,12 @@ class Splitter:
         self._models = [TimeModel() for _ in range(world_size)]
         self._num_steps = 0
         self._has_shared = False
-        # The first even step counts too: it tells around which split to vary.
+        # The first even step counts too: it gives the split around which sizes vary.
         self._exploring_left = EXPLORING_STEPS + 1 if world_size > 1 else 0
         self._explored: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._usual: Split | None = None
         self._decided: tuple[int, ...] | None = None
-        # What a user shared out, or what a device cannot hold, nobody does alone.
+        # No rank works alone if the user gave shares, or if caps limit what a device can hold.
         self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
         self._may_begin_alone = self._may_rest and not shares_first
         self._alone = Alone(longest_stretch_s=longest_stretch_s)
@@ -211,40 +211,40 @@ class Splitter:
 
     @property
     def stretch(self) -> int:
-        """How many of them, before all meet again."""
+        """Batches that rank takes alone until all ranks meet again."""
         return self._alone.stretch
 
     @property
     def is_exploring(self) -> bool:
-        """Whether splits are varied, one after the other."""
+        """Whether the splitter currently varies splits."""
         return self._exploring_left > 0 and self._shares is None
 
     def next(self, total: int, *, is_usual: bool = True) -> Split:
-        """The split of the next step; the same until something is learned."""
+        """The split of the next step; it stays the same until the splitter learns something."""
         split = self._usual
         if split is not None and split.total == total:
             return split
         made = self._made(total)
-        # The batch at the end of an epoch, shorter or one larger, must not displace the usual split.
+        # The last batch of an epoch, shorter or one sample larger, must not displace the usual split.
         if is_usual and (split is None or total > split.total):
             self._usual = made
         return made
 
     @property
     def needs_hints(self) -> bool:
-        """Whether nothing is known that the first batch could be split by."""
+        """Whether no information is available for splitting the first batch."""
         is_known = self._hints or self._shares or any(model.is_known for model in self._models)
         return self._world_size > 1 and not is_known
 
     def hint(self, speeds: Sequence[float]) -> None:
-        """Split the first batches by speeds that nobody gave, but that were measured otherwise."""
+        """Split the first batches by speeds that were measured, not given by the user."""
         self._hints = proportions("speeds", speeds, world_size=self._world_size)
         self._hinted_by = f"by a short measurement of the devices: {', '.join(f'{speed:.2f}' for speed in speeds)}"
 
     def begin(self, total: int, *, left: int | None) -> list[Decision]:
         """Before the first step, of `total` samples: decide whether the fastest rank begins alone.
 
-        `left` are the samples until the end of the run, if known.
+        `left` is the number of samples until the end of the run, if known.
         """
         if self._num_steps or self.lone is not None or not self._may_begin_alone or self._hints is None or left is None:
             return []
@@ -259,9 +259,9 @@ class Splitter:
         return [Decision("alone", rank, reason)]
 
     def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
-        """Take in one step's times; returns a decision when the split changes for good.
+        """Learn from one step's times; returns a decision when the split changes for good.
 
-        `left` are the samples until the end of the run, if known.
+        `left` is the number of samples until the end of the run, if known.
         """
         self._num_steps += 1
         is_first, self._has_shared = not self._has_shared, True
@@ -273,14 +273,14 @@ class Splitter:
             if facts.samples and facts.compute_ms > 0:
                 has_shifted |= model.observe(facts.samples, facts.compute_ms)
         if self.lone is not None:
-            # A step that was on its way when somebody went alone: what it was compared with stays.
+            # This step was in progress when a rank went alone: keep the times that the rank was compared with.
             return []
         if self._may_rest:
             self._alone.spent(report)
             if report.samples == self.usual_samples:
                 self._alone.bound(report)
         if not _is_steady(report):
-            # A rank met a shape that is new to it: what it takes then is no speed of anybody.
+            # A rank met a new shape: the time of such a step does not tell its speed.
             return []
         if self._exploring_left and self._may_rest:
             reason = self._alone.shared_at_first(report)
@@ -289,7 +289,7 @@ class Splitter:
                     model.fit()
                 return [Decision("alone", self.lone, reason)]
         if self._exploring_left and self._usual is not None and _samples(report) != self._usual.samples:
-            # Splits are decided a few steps early: one after the other is tried, and each is waited for.
+            # Splits are decided a few steps early; each one is tried in turn, and this step still has an earlier one.
             return []
         if self._exploring_left or has_shifted or self._num_steps % REFIT_EVERY == 0:
             decisions = self._refit()
@@ -298,9 +298,9 @@ class Splitter:
         return self._judge_sharing(report, left)
 
     def learn_alone(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
-        """Take in a stretch that one rank did alone; returns a decision when another rank goes on alone, or all share.
+        """Learn from a stretch of one rank alone; returns a decision when another rank takes over or all share again.
 
-        `left` are the samples until the end of the run, if known.
+        `left` is the number of samples until the end of the run, if known.
         """
         self._num_steps += max(facts.batches for facts in report.ranks)
         lone = self.lone
@@ -339,13 +339,13 @@ class Splitter:
 
     @property
     def exact_rate(self) -> float | None:
-        """Samples per ms as batches are taken now, shared or by one rank alone; None until that is measured."""
+        """Samples per ms in the current mode, shared or one rank alone; None until that is measured."""
         step_ms = None if self._exploring_left and self.lone is None else self._alone.step_ms
         return None if self._usual is None or not step_ms else self._usual.total / step_ms
 
     @property
     def unshared_reason(self) -> str | None:
-        """Why one rank works alone though sharing was never tried; None where it was, or will be."""
+        """Why one rank works alone although sharing was never tried; None if it was tried or will be."""
         if not self._alone.is_unshared or self._hints is None:
             return None
         return (
@@ -355,18 +355,18 @@ class Splitter:
 
     @property
     def own_rates(self) -> tuple[float, ...] | None:
-        """Samples per ms of each rank, if it took whole batches for itself, by the fitted times."""
+        """Samples per ms of each rank if it took whole batches alone, by the fitted times."""
         if self._usual is None or not any(model.is_known for model in self._models):
             return None
         total = self._usual.total
         rates = [total / (cost.fixed_ms + cost.per_sample_ms * total) for cost in self._costs()]
         if self.lone is not None and self.exact_rate is not None:
-            # Measured, and not by parts of batches while others computed too.
+            # Measured on whole batches, without other ranks computing at the same time.
             rates[self.lone] = self.exact_rate
         return tuple(rates)
 
     def share(self, rank: int) -> float:
-        """The rank's part of a batch; by the options or equal before the first one."""
+        """The rank's part of a batch; before the first one it follows the options or is equal."""
         if self.lone is not None:
             return 1.0 if rank == self.lone else 0.0
         if self._usual is not None and self._usual.total:
@@ -387,7 +387,7 @@ class Splitter:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what was learned; options given anew for this run stay in force."""
+        """Restore what was learned; options given for this run take precedence."""
         if len(state["models"]) != self._world_size:
             raise ConfigError(
                 f"the saved splitter has {len(state['models'])} ranks, got world_size={self._world_size}",
@@ -459,15 +459,15 @@ class Splitter:
         return without_singles(minimise_slowest(self._costs(), total, self._caps), self._caps)
 
     def _varied(self, total: int) -> tuple[int, ...]:
-        """The best split with every other rank up and the rest down by a quarter, changing places at each step.
+        """The best split with alternate ranks a quarter up and the rest a quarter down; they swap at each step.
 
-        Two splits in turn: each size is captured anew on a GPU, and two far apart tell as much as many.
+        Only two splits alternate: a GPU captures each size anew, and two distant sizes tell as much as many.
         """
         is_odd = self._exploring_left % 2 == 1
         if (total, is_odd) in self._explored:
             return self._explored[total, is_odd]
         signs = [1 if (rank + is_odd) % 2 else -1 for rank in range(self._world_size)]
-        # Four, so that a rank that was left out is measured again and a quarter less is still no single sample.
+        # At least four, so that a rank without samples is measured again and a quarter less is still no single sample.
         base = [max(4, count) for count in self._best(total)]
         parts = [count * (1 + sign * EXPLORING_PART) for count, sign in zip(base, signs, strict=True)]
         self._explored[total, is_odd] = self._in_proportion(total, parts)
@@ -477,7 +477,7 @@ class Splitter:
         return minimise_slowest([GivenCost(0.0, 1 / part) for part in parts], total, self._caps)
 
     def _costs(self) -> Sequence[Cost]:
-        """The fitted times; a rank that has never had a sample is taken for an average one."""
+        """The fitted times; a rank that never had a sample is assumed to be average."""
         known = [model for model in self._models if model.is_known]
         if len(known) == self._world_size:
             return self._models

@@ -37,6 +37,6 @@ class Extent:
         return min(1.0, self.seen(epoch, position) / self.total)
 
     def cut(self, epoch: int, spans: list[Lease]) -> list[Lease]:
-        """Segments of an epoch, up to its end."""
+        """Cut the segments of an epoch at its end."""
         stop = self.stop(epoch)
         return [Lease(span.start, min(span.stop, stop) - span.start) for span in spans if span.start < stop]

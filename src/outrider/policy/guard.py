@@ -14,30 +14,31 @@ from outrider.policy.effects import Decision
 
 # The level is a median of three: a single odd average neither alarms nor calms.
 SMOOTHED = 3
-# The first averages after the start show the warm-up of model and optimizer, not the run.
+# The first averages after the start reflect the warm-up of model and optimizer, not the run.
 SKIPPED = 3
 BASELINE = 5
-# Replicas of one healthy run differ from window to window by some ten percent; three times is no noise.
+# In a healthy run, drift varies from window to window by some ten percent; three times as much is no noise.
 FACTOR = 3.0
 FOLLOWED = 9
-# Averages to wait after acting, until the smoothed level shows what it did; and calm ones before all is well.
+# Averages to wait after an action, until the smoothed level shows its effect; also calm averages before "stable".
 PATIENCE = 3
 STILL_RISING = 1.1
-# Stands in for a drift that is not a number or not finite, so that levels stay comparable and fit in JSON.
+# Replaces a drift that is NaN or infinite, so that levels stay comparable and fit in JSON.
 RUNAWAY = 1e30
 
 
 class Guard:
     """Verdict on the drift: "stable", or "rising" once it is above the threshold.
 
-    With a given threshold the level is the drift itself, and every further `PATIENCE` averages above it shrink again.
+    With a given threshold the level is the drift itself. While it stays above, the guard waits `PATIENCE` averages,
+    then shrinks the window again.
 
     Without one the threshold is `FACTOR` times a baseline. No fixed number would do: drift depends on the model, the
-    optimizer and the learning rate. The level is drift / sqrt(anchor), since replicas walk apart at least as fast as a
-    random walk and a longer window must not look like divergence. The baseline is the median of the first averages
-    after warm-up; it follows the level down (decaying learning rates would blind a fixed one), and up only when the
-    level has stopped rising by itself after the guard acted: a plateau, as after a warm-up of the learning rate, is
-    the new normal. A slow divergence therefore meets a baseline that stood still.
+    optimizer and the learning rate. The level is drift / sqrt(anchor), because replicas diverge at least as fast as a
+    random walk, and a longer window must not look like divergence. The baseline is the median of the first averages
+    after warm-up. It follows the level down, because decaying learning rates would blind a fixed baseline. It goes up
+    only if the level stopped rising by itself after the guard acted: a plateau, as after a warm-up of the learning
+    rate, is the new normal. So a slow divergence is compared with a baseline that has not moved.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -53,7 +54,7 @@ class Guard:
 
     @property
     def threshold(self) -> float | None:
-        """The level above which the guard acts; None while it is still learning what is normal."""
+        """The level above which the guard acts; None while the guard still learns its baseline."""
         if self._given is not None:
             return self._given
         return None if self._baseline is None else FACTOR * self._baseline
@@ -68,9 +69,9 @@ class Guard:
         return self._wants_shrink
 
     def judge(self, drift: float | None, *, anchor: int = 1) -> Decision | None:
-        """Take in the drift of a window in which the slowest rank did `anchor` batches."""
+        """Judge the drift of a window in which the slowest rank did `anchor` batches."""
         self._wants_shrink = False
-        # Exactly zero is a world of one rank or a learning rate of zero: nothing to learn from.
+        # Exactly zero means one rank or a learning rate of zero: nothing to learn from.
         if drift is None or drift <= 0:
             return None
         level = self._observe(drift if math.isfinite(drift) else RUNAWAY, anchor)
@@ -80,7 +81,7 @@ class Guard:
         return self._above(level, threshold) if level > threshold else self._below(level, threshold)
 
     def relearn(self) -> None:
-        """Learn anew what is normal: windows have got another length, and with it another drift."""
+        """Learn the baseline anew, because windows of another length have another drift."""
         if self._given is None and not self.blocks_growth:
             self._baseline, self._recent = None, []
 

@@ -13,33 +13,33 @@ from typing import Any
 
 from outrider.policy.effects import Lease, num_batches
 
-# A share of exactly zero would need an endless time for one batch.
+# A share of exactly zero would need infinite time for one batch.
 SHARE_MIN = 1e-9
-# A batch that is finished only just in time does not count, so equal ranks never wait for each other.
+# A batch that finishes only just in time does not count, so equal ranks never wait for each other.
 JUST_IN_TIME = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A rank that was given a lease and will ask again: its share of the speed, and what it may still have to do."""
+    """A rank that has a lease and will ask again: its share of the speed, and samples it may still have to do."""
 
     share: float
     samples: int
 
 
 def lease_size(wanted: int, remaining: int, *, share: float, batch_size: int, others: Collection[Holder] = ()) -> int:
-    """Samples to give to a rank that asks; 0 leaves all that remain to the others, who come the fastest first.
+    """Samples to give to a rank that asks; 0 leaves the rest to `others`, which are sorted from the fastest on.
 
-    Guided self-scheduling: half of the rank's fair share of what is left, in whole batches, at least one. None at all
-    where the others, after the leases they hold, do every remaining batch in the time this rank needs for one.
-    Only holders count, and a holder asks again: so the last to ask is never refused and no position is left behind,
-    whatever the ranks believe about their shares. The fastest is never refused while the others are at work.
-    Up to three ranks finish within one batch of the slowest. Of more, two may count on the same other, and are seldom
-    up to a fifth later.
+    Guided self-scheduling: half of the rank's fair share of the rest, in whole batches, at least one. None at all if
+    the others, after their present leases, finish every remaining batch in the time this rank needs for one.
+    Only holders count, and a holder asks again. So the last rank to ask is never refused and no position is left
+    behind, whatever ranks believe about their shares. The fastest is never refused while the others are at work.
+    Up to three ranks finish within one batch of the slowest. With more ranks, two may count on the same third one;
+    they then rarely finish up to a fifth later.
     """
     if wanted <= 0 or remaining <= 0:
         return 0
-    # A single sample is never left behind, so the last batch may have one more.
+    # A single sample is never left over, so the last batch may have one more.
     first = remaining if num_batches(remaining, batch_size) == 1 else min(wanted, batch_size)
     if _others_are_sooner(first, remaining, share=share, batch_size=batch_size, others=others):
         return 0
@@ -53,16 +53,16 @@ def _fair(share: float, remaining: int, batch_size: int) -> int:
 def _others_are_sooner(
     first: int, remaining: int, *, share: float, batch_size: int, others: Collection[Holder]
 ) -> bool:
-    # Time is counted in samples of the whole world: a rank does its samples in samples / share.
+    # Time is counted in samples of the whole world: a rank needs samples / share.
     mine = first / max(share, SHARE_MIN)
     if remaining >= mine:
         return False
     num_left = num_batches(remaining, batch_size)
     unit = remaining if num_left == 1 else batch_size
     is_pair = len(others) == 1
-    # In the time that this rank needs, a slower one than that does not finish a batch.
+    # A rank with a smaller share does not finish a batch in the time that this rank needs.
     least_share = (unit if is_pair else unit + batch_size) / mine
-    # Thousands of simulated ranks ask this of thousands of others: the loop is kept tight.
+    # Thousands of simulated ranks check thousands of others here, so the loop is kept tight.
     for other in others:
         speed, held = other.share, other.samples
         if speed < least_share:
@@ -70,7 +70,7 @@ def _others_are_sooner(
         if is_pair:
             busy = held
         else:
-            # A third rank cannot see how much of its lease this one has done, and may take a batch that late.
+            # How much of its lease this other rank has done is unknown, and a third rank may take a batch that late.
             fair = _fair(speed, remaining, batch_size) if speed * remaining >= 4 * batch_size else batch_size
             busy = held + (held if held > fair else fair)
         num_in_time = (mine - busy / (speed if speed > SHARE_MIN else SHARE_MIN)) * speed / unit - JUST_IN_TIME
@@ -82,7 +82,7 @@ def _others_are_sooner(
 
 
 class _Holders:
-    """Holders by rank, and in the order of their speed: of thousands only those count that are fast enough."""
+    """Holders by rank and sorted by speed: of thousands, only fast ones need to be checked."""
 
     def __init__(self) -> None:
         self._by_rank: dict[int, Holder] = {}
@@ -129,7 +129,7 @@ class _Others(Collection[Holder]):
 
 
 class Ledger:
-    """The leases of the positions [start, stop): handed out, acknowledged, or lost and handed out again."""
+    """Leases of the positions [start, stop): handed out, acknowledged, or lost and handed out again."""
 
     def __init__(self, start: int, stop: int) -> None:
         self._free = [Lease(start, stop - start)] if stop > start else []
@@ -151,9 +151,9 @@ class Ledger:
         return self.remaining == 0 and self.outstanding == 0
 
     def take(self, rank: int, samples: int, *, share: float, batch_size: int) -> Lease | None:
-        """Lease up to `samples` positions to a rank that has done what it had; None: it need not ask again.
+        """Lease up to `samples` positions to a rank that finished its lease; None: the rank need not ask again.
 
-        One more where a single sample would be left over: its batch is then one larger.
+        The lease has one more if a single sample would be left over; its last batch is then one larger.
         """
         others = self._holders.others(rank)
         size = lease_size(samples, self.remaining, share=share, batch_size=batch_size, others=others)
@@ -174,7 +174,7 @@ class Ledger:
             self._holders[rank] = Holder(self._holders[rank].share, 0)
 
     def give_back(self, rank: int, lease: Lease, rest: Lease) -> None:
-        """The end of a lease is free again, before anything else; the rest of it was done."""
+        """Return `rest`, the end of a lease, which is handed out again first; the part before it was done."""
         assert rest.stop == lease.stop, f"rank {rank} gave {rest} back, which does not end as {lease} does"
         self.done(rank, lease)
         self._holders.discard(rank)
@@ -182,11 +182,11 @@ class Ledger:
 
     @property
     def free(self) -> tuple[Lease, ...]:
-        """What is not handed out, in order."""
+        """The ranges not handed out, in order."""
         return tuple(self._free)
 
     def lose(self, rank: int) -> None:
-        """A rank is gone: what it did not acknowledge is handed out again, before anything else."""
+        """Take back the unacknowledged leases of a rank that is gone; they are handed out again first."""
         self._holders.discard(rank)
         self._free = sorted(self._leases.pop(rank, []) + self._free, key=lambda piece: piece.start)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 GAIN_MIN = 0.1
 GAIN_MAX = 0.8
-# With 4, a lasting error of 20 % is followed at full gain and jitter of 10 % stays near the lowest.
+# With 4, a lasting error of 20 % gets the full gain, and jitter of 10 % stays near the lowest.
 GAIN_PER_BIAS = 4.0
 
 
@@ -31,14 +31,14 @@ class Pace:
         return self._ms
 
     def observe(self, *, compute_ms: float, samples: int, batch_size: int) -> None:
-        """Learn from one window; nothing done or nothing measured teaches nothing."""
+        """Learn from one window; ignores windows without samples or without a measured time."""
         if samples == 0 or compute_ms <= 0:
             return
         seen_ms = compute_ms * batch_size / samples
         if self._ms is None:
             self._ms = seen_ms
             return
-        # Bounded, so that one hiccup of 10x cannot keep the gain up for many windows.
+        # Bounded, so that one hiccup of 10x cannot keep the gain high for many windows.
         error = max(-1.0, min(1.0, seen_ms / self._ms - 1.0))
         self._bias = 0.5 * self._bias + 0.5 * error
         gain = max(GAIN_MIN, min(GAIN_MAX, GAIN_PER_BIAS * abs(self._bias)))

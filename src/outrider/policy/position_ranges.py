@@ -1,6 +1,6 @@
-"""Sets of positions as ranges: the union of several, and what they leave of a span.
+"""Sets of positions as ranges: their union, and the rest of a span without them.
 
-Pure arithmetic without a clock or I/O. Called where the place in a pass is told to the user.
+Pure arithmetic without a clock or I/O. Called to report the place in a pass to the user.
 """
 
 from __future__ import annotations

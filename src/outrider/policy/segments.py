@@ -1,4 +1,4 @@
-"""Cuts the rest of an epoch into segments, between which checkpoints are taken.
+"""Cuts the rest of an epoch into segments; checkpoints are taken between them.
 
 Decides where a segment ends: after whole batches, so that a checkpoint does not change the batches of a run. Does not
 decide how often checkpoints are due. Called by the rank before each segment.
@@ -11,15 +11,15 @@ from itertools import count
 
 from outrider.policy.effects import Lease
 
-# Parts such as 0.1 have no exact float: ten of them must not leave a sliver of an epoch.
+# Parts such as 0.1 have no exact float: ten of them must not leave a remainder of an epoch.
 WHOLE = 1 - 1e-9
 
 
 def segments(span: Lease, *, num_samples: int, every: float | None, unit: int) -> Iterator[Lease]:
-    """The segments of `span`; they end after each `every` part of an epoch of `num_samples`, None: at its end.
+    """The segments of `span`, which end after each part `every` of an epoch of `num_samples`; None: at its end.
 
-    `unit` is the number of samples that ranks take together in a step. No segment has a single sample, unless that is
-    the unit or the whole span.
+    `unit` is the number of samples that ranks take together in a step. No segment has a single sample, unless the unit
+    or the whole span has one.
     """
     start = span.start
     for edge in _edges(num_samples, every, unit):

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 FORGETTING = 0.97
-# Below a spread of sizes of 10 % noise would decide between fixed and per-sample cost.
+# If sizes spread by less than 10 %, noise would decide between fixed and per-sample cost.
 VARIANCE_MIN = 0.01
 FIT_OBSERVATIONS = 5
-# Launch-bound devices look as if samples were free; believed in full, one would get the whole batch.
+# On launch-bound devices samples seem free; without this limit, such a device would get the whole batch.
 PER_SAMPLE_PART_MIN = 0.05
-# A time this far off is a hiccup, and is cut; three in a row on the same side are a change of speed.
+# A time that is off by this factor is a hiccup and is clipped; three in a row on one side are a change of speed.
 HICCUP = 1.5
 HICCUPS_IN_A_ROW = 3
 CLIPPING_OBSERVATIONS = 3
 
 
 class Cost(Protocol):
-    """Time of a rank as a function of its samples: fixed + per sample; no samples cost nothing."""
+    """Time of a rank as a function of its samples: fixed + per sample; zero samples cost nothing."""
 
     @property
     def fixed_ms(self) -> float: ...
@@ -34,17 +34,17 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GivenCost:
-    """A cost that is stated, not measured."""
+    """A given cost, not measured."""
 
     fixed_ms: float
     per_sample_ms: float
 
 
 class TimeModel:
-    """Time of a rank's step, fitted to what was observed: least squares, the past forgotten bit by bit.
+    """Time of a rank's step, fitted to observations by least squares with exponential forgetting.
 
-    While all observations have about the same size only the level is fitted; the ratio of fixed to per-sample cost
-    stays as last known, and is purely per sample before anything is known.
+    While all observations have about the same size, only the level is fitted; the ratio of fixed to per-sample cost
+    stays as last known. Before anything is known, the cost is purely per sample.
     """
 
     __slots__ = ("_num_observed", "_num_off", "_sums", "fixed_ms", "per_sample_ms")
@@ -52,10 +52,10 @@ class TimeModel:
     def __init__(self, fixed_ms: float = 0.0, per_sample_ms: float = 0.0) -> None:
         self.fixed_ms = fixed_ms
         self.per_sample_ms = per_sample_ms
-        # Forgotten sums of 1, size, size², time and size × time.
+        # Sums with forgetting of 1, size, size², time and size × time.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._num_observed = 0
-        # Times in a row that were too long (positive) or too short (negative).
+        # Number of consecutive times that were too long (positive) or too short (negative).
         self._num_off = 0
 
     @property
@@ -63,7 +63,7 @@ class TimeModel:
         return self.per_sample_ms > 0
 
     def observe(self, samples: int, ms: float) -> bool:
-        """Take in one step; returns whether the rank has changed its speed."""
+        """Add one step; returns whether the rank's speed has changed."""
         has_shifted = False
         if self._num_observed >= CLIPPING_OBSERVATIONS:
             expected_ms = self.fixed_ms + self.per_sample_ms * samples
@@ -84,7 +84,7 @@ class TimeModel:
         return has_shifted
 
     def fit(self) -> None:
-        """Bring the coefficients up to date; apart from observe, which runs at every step."""
+        """Update the coefficients; separate from `observe`, which runs at every step."""
         weight, size, size_size, time, size_time = self._sums
         if weight == 0:
             return

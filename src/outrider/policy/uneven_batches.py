@@ -1,7 +1,7 @@
-"""Deals the last samples of a segment where ranks have batches of different sizes.
+"""Deals the last samples of a segment if ranks have batches of different sizes.
 
-Decides who gets which number of samples; no clock, no I/O. Called by the window planner; with one size for all ranks
-`window_plan.deal` does it.
+Decides how many samples each rank gets; no clock, no I/O. Called by the window planner. If all ranks have one size,
+`window_plan.deal` does this.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 def deal_by_size(
     remaining: int, sizes: Sequence[int], paces: Sequence[float], *, max_batch_diff: int | None = None
 ) -> tuple[int, ...]:
-    """Samples of each rank when every batch left goes to the rank that would finish it first; some may get none.
+    """Samples of each rank if every remaining batch goes to the rank that finishes it first; some may get none.
 
-    `paces` are ms per batch of the rank's own size. No rank is left with a last batch of a single sample, unless
-    batches have one: BatchNorm cannot train on it.
+    `paces` are ms per batch of the rank's own size. No rank gets a last batch of a single sample, unless batches have
+    one: BatchNorm cannot train on it.
     """
     samples, counts = [0] * len(sizes), [0] * len(sizes)
     left = max(0, remaining)
@@ -36,5 +36,5 @@ def _end_ms(samples: int, size: int, pace: float) -> float:
 
 
 def _may_lead(counts: Sequence[int], rank: int, max_batch_diff: int | None) -> bool:
-    # Whoever has fewest may always take one more, else an odd batch could go to nobody.
+    # The rank with the fewest batches may always take one more; otherwise an odd batch could have no taker.
     return max_batch_diff is None or counts[rank] - min(counts) < max(1, max_batch_diff)

@@ -1,4 +1,4 @@
-"""Normalises counts and preferences of the ranks to weights that sum to one.
+"""Normalises counts and options of the ranks to weights that sum to one.
 
 Does not decide which rank gets which samples; planner and splitter do.
 Called by the policies for the weights of an average, and by planner and split for the options of the user.
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from outrider.errors import ConfigError
 
 LEAST_SPEED = 1 / 16
-"""Of the fastest: a short measurement says little about the model, and a rank without samples cannot be measured."""
+"""Part of the fastest: a short measurement says little about the model, and a rank needs samples to be measured."""
 
 
 def weights(samples: Sequence[int]) -> tuple[float, ...]:
-    """Each rank's part of all samples since the last average; all zero when nobody moved."""
+    """Each rank's part of all samples since the last average; all zero if no rank moved."""
     total = sum(samples)
     if total == 0:
         return (0.0,) * len(samples)

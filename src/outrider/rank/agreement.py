@@ -31,7 +31,7 @@ _GIVEN = "given"
 
 
 def options_to_compare(recipe: LoopRecipe, config: RunConfig) -> dict[str, Any]:
-    """The options that must be equal on all ranks, as JSON can hold them."""
+    """The options that must be equal on all ranks, in JSON types."""
     return to_compare(recipe) | to_compare(config)
 
 
@@ -50,18 +50,18 @@ def stream_to_compare(feed: Feed) -> dict[str, Any]:
 
 
 def steps_to_compare(replica: LoopReplica) -> dict[str, Any]:
-    """What a prepared schedule needs: the same number of batches per optimizer step, on all ranks that took one."""
+    """What a prepared schedule needs: an equal number of batches per optimizer step on all ranks that have stepped."""
     per_step = replica.counts.per_step.seen
     is_needed = replica.schedulers and replica.counts.per == "optimizer-step" and per_step is not None
     return {"the number of batches per optimizer step": per_step} if is_needed else {}
 
 
 def compare(world: World, values: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the same error on all ranks where an option differs; all ranks call this with the `values` of all."""
+    """Raise the same error on all ranks if an option differs; all ranks call this with the `values` of all."""
     try:
         check_equal(values)
     except ConfigError:
-        # Every rank raises this, so rank 0 can wait until the others have read what they need from its store.
+        # Every rank raises this, so rank 0 can wait until the others have finished reading from its store.
         world.await_leave()
         raise
 
@@ -69,7 +69,7 @@ def compare(world: World, values: Sequence[Mapping[str, Any]]) -> None:
 def check_data(world: World, feeds: Sequence[Feed]) -> None:
     """Compare the data sets of all ranks, for training and for evaluation; called by all ranks.
 
-    A rank without an evaluation says nothing about its data set.
+    A rank without an evaluation reports no evaluation data set.
     """
     sizes = world.exchange_json([feed.num_samples for feed in feeds], name="data set sizes")
     for place, name in enumerate(("the number of samples", "the number of evaluation samples")):
@@ -77,13 +77,13 @@ def check_data(world: World, feeds: Sequence[Feed]) -> None:
 
 
 def to_compare(options: Any, *, apart_from: frozenset[str] = MAY_DIFFER) -> dict[str, Any]:
-    """The fields of a dataclass; of the user's own objects only whether they are given."""
+    """The fields of a dataclass; for the user's own objects only whether they are given."""
     names = [field.name for field in fields(options) if field.name not in apart_from]
     return {name: _plain(getattr(options, name)) for name in names}
 
 
 def check_equal(values: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where an option differs; `values` holds the options of each rank, in order."""
+    """Raise if an option differs; `values` holds the options of each rank, in order."""
     names = dict.fromkeys(name for own in values for name in own)
     by_rank = {name: {rank: own[name] for rank, own in enumerate(values) if name in own} for name in names}
     details = [f"{name} is {_told(given)}" for name, given in by_rank.items() if _differ(list(given.values()))]

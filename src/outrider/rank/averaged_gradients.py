@@ -1,6 +1,6 @@
-"""Whether the gradients of a user's loop are those of the last average, so that an optimizer may step with them.
+"""Tells whether the gradients of a user's loop come from the last average, so that an optimizer may step with them.
 
-Decides nothing but that, from the user's calls alone, so that all ranks find the same. Used by the user's loop.
+Decides only that, and only from the user's calls, so that all ranks decide the same. Used by the user's loop.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import torch
 
 
 class AveragedGradients:
-    """After `s.backward` gradients are averaged until an optimizer steps; those of other optimizers for longer.
+    """After `s.backward` gradients count as averaged until an optimizer steps; those of other optimizers longer.
 
-    What the user does to gradients before the first step after an average, clipping for instance, is meant to stay.
-    After that step only gradients that nobody has touched are known to be the averaged ones.
+    Changes that the user makes before the first step after an average, such as clipping, are meant to stay. After that
+    step, only untouched gradients are known to be averaged.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class AveragedGradients:
         self._is_fresh, self._untouched = True, {}
 
     def forget(self) -> None:
-        """Gradients of this rank alone were added, or the batch is over."""
+        """Note that local gradients were added, or that the batch is over."""
         self._is_fresh, self._untouched = False, {}
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -40,7 +40,7 @@ class AveragedGradients:
         return gradient is parameter.grad and version == _version(parameter.grad)
 
     def saw_step(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        """An optimizer is about to step with averaged gradients; of the others, theirs stay what they are."""
+        """Note that an optimizer is about to step with averaged gradients; remember those of the other optimizers."""
         self._is_fresh = False
         if len(optimizers) > 1:
             owned = [one for each in optimizers for one in _parameters_of(each)]

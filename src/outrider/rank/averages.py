@@ -1,6 +1,6 @@
 """All averages of one rank behind one interface: of parameters and of gradients, on any backend.
 
-Decides which averager is used for a backend; with one rank nothing is averaged. Called by the driver and `RankLife`.
+Decides which averager a backend uses; with one rank there is nothing to average. Called by the driver and `RankLife`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from outrider.world.world import World
 
 
 class Averages(Protocol):
-    """What the driver needs."""
+    """The interface that the driver needs."""
 
     @property
     def transport(self) -> str: ...
 
     watches_gradients: bool
-    """Whether gradients that are not finite are found when they are averaged."""
+    """Whether averaging detects gradients that are not finite."""
 
     @property
     def sizes(self) -> LayoutSizes: ...
@@ -110,9 +110,9 @@ class GroupAverages:
         self._world = world
         self._backend = backend
         self._collective = world.collective_for(backend)
-        # On one machine the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
+        # On one host, the cores that compute also sum: an overlap costs more than it saves (2.4 % for ResNet-50).
         self._pays_to_overlap = backend.on_device or not world.is_one_host
-        # Who waits for another does so on the host, and keeps no device busy.
+        # Ranks wait for each other on the host, so that no device is kept busy.
         self._words = (
             world.collective_for("cpu", what="word of their arrival") if backend.on_device else self._collective
         )
@@ -124,12 +124,12 @@ class GroupAverages:
         self._optimizer_arena: OptimizerArena | None = None
         self._kept: OwnArena | None = None
         self._samples_apart = 0
-        """This rank's samples before the merge that was undone."""
+        """This rank's samples before the undone merge."""
         self.is_unmerged = False
-        """Whether the ranks stand where they stood before their last merge, which was only for a checkpoint."""
+        """Whether the last merge, which was only for a checkpoint, is undone."""
 
     def _open_exchanges(self) -> None:
-        """All that depends on the layout of the arena."""
+        """Create everything that depends on the layout of the arena."""
         replica, world = self._replica, self._world
         device = replica.device if self._backend.on_device else torch.device("cpu")
         self._exchange = Exchange(
@@ -162,7 +162,7 @@ class GroupAverages:
 
     @property
     def _gradients(self) -> GradientAverage:
-        """Made when the first gradients are shared: policies of local steps need no memory for them."""
+        """Created with the first shared gradients: policies of local steps need no memory for them."""
         if self._shared is None:
             self._shared = gradient_average(
                 self._replica.arena,
@@ -186,22 +186,22 @@ class GroupAverages:
 
     @property
     def sizes(self) -> LayoutSizes:
-        """Computed once per layout: every average records what it sent."""
+        """Sizes of the layout, computed once, because every average records what it sent."""
         return self._sizes
 
     @property
     def transport(self) -> str:
-        """How sums travel: in shared memory, over gloo or nccl."""
+        """The transport of sums: shared memory, gloo or nccl."""
         return self._collective.transport
 
     def start_from_rank_zero(self) -> None:
-        """Everybody gets rank 0's parameters and buffers; they are the first common point."""
+        """Broadcast rank 0's parameters and buffers; they are the first common point."""
         self._broadcast.arena(0)
         self._broadcast.resting(0)
         self._exchange.reset_ref()
         self._layout.restart()
 
-    # What takes part may change between two segments: parameters are frozen and thawed, buffers turn out to change.
+    # The averaged tensors may change between two segments: parameters are frozen and thawed, buffers begin to change.
 
     def saw_gradients(self) -> None:
         self._layout.saw_gradients()
@@ -216,9 +216,9 @@ class GroupAverages:
         self._layout.ended()
 
     def lay_out(self, *, catch_up: Callable[[], int | None], is_within_pass: bool) -> NewLayout:
-        """Agree on what takes part from now on; all ranks call this.
+        """Agree on the tensors to average from now on; all ranks call this.
 
-        `catch_up` is called before anything changes, and returns the rank that trained alone, if any.
+        `catch_up` is called before anything changes; it returns the rank that trained alone, if any.
         """
         agreed = self._layout.agree(is_within_pass=is_within_pass)
         if agreed.is_new:
@@ -229,7 +229,7 @@ class GroupAverages:
         return agreed
 
     def lay_out_as(self, *, changing: Sequence[str], trained: Sequence[str] | None = None) -> None:
-        """Build the arena and all that depends on it anew; what stays in it keeps its common point and velocity."""
+        """Rebuild the arena and all that depends on it; tensors that stay keep their common point and velocity."""
         self.wait_for_device()
         state, before = self._exchange.state_dict(), self._replica.arena.layout
         if self._optimizer_arena is not None:
@@ -241,15 +241,15 @@ class GroupAverages:
         self._exchange.load_state_dict(
             carried_over(state, before=before, after=after, fresh=self._exchange.state_dict())
         )
-        # Optimizer state joins again once every rank has some for what was thawed.
+        # Optimizer state joins again once every rank has some for the thawed parameters.
         self._batches_by_rank, self._has_optimizer = [0.0] * self._world.size, False
         self._optimizer_arena, self._kept = None, None
         self._layout.restart()
 
     def _make_equal(self, names: Collection[str], *, source: int | None) -> None:
-        """Tensors that join are the same on all ranks, unless they were trained before that.
+        """Make joining tensors equal on all ranks; they differ only if they were trained before.
 
-        Then the mean is taken, or what `source` has, if it trained alone.
+        They become their mean, or a copy from `source` if that rank trained alone.
         """
         tenants = [tenant for tenant in self._replica.arena.layout.resting if joins(tenant, names)]
         tensors = [plain for tenant in tenants for plain in plain_tensors(tenant.current())]
@@ -266,30 +266,30 @@ class GroupAverages:
         return self._saw(self._averager.average(samples, facts))
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
-        """Around a gradient: its sum may begin before it is complete."""
+        """Context manager around a gradient, whose all-reduce may begin before the gradient is complete."""
         return self._gradients.overlapped(samples) if self.can_overlap else contextlib.nullcontext()
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the sum of a gradient may begin before it is complete."""
+        """Whether the all-reduce of a gradient may begin before the gradient is complete."""
         return self._pays_to_overlap and self._replica.can_overlap and self._gradients.can_overlap
 
     def average_gradients(self, samples: int, facts: Sequence[float]) -> None:
-        """Every rank gets the mean gradient; on a device it is queued, and nobody waits."""
+        """Give every rank the mean gradient; on a GPU this is queued without waiting."""
         self._gradients.average(samples, facts)
 
     def drop_bad_gradients(self) -> None:
-        """Zero the mean gradient if that of a rank is not finite: no update takes it in before it is refused."""
+        """Zero the mean gradient if a rank's gradient is not finite, so that no update uses it before the error."""
         self._gradients.drop_bad()
 
     def gradient_facts(self) -> Settled:
-        """What the ranks told each other with the gradients; waits until the device has come to this point."""
+        """The facts exchanged with the gradients; waits until the device has reached this point."""
         return self._gradients.facts()
 
     def refuse_not_finite(self, settled: Settled, *, step: int, scaled: Collection[int] = ()) -> None:
-        """Raise where a rank brought a gradient that is not finite to a shared step; all ranks do, with its name.
+        """Raise on all ranks if a rank brought a gradient that is not finite to a shared step; the error names it.
 
-        Not for `scaled` ranks: with loss scaling such a gradient is an overflow, and the step is skipped.
+        Ignores `scaled` ranks: with loss scaling such a gradient is an overflow, and the step is skipped.
         """
         for rank in set(settled.not_finite) - set(scaled):
             raise gradient_not_finite(rank=rank, name=self._names[rank], step=step)
@@ -307,12 +307,12 @@ class GroupAverages:
         return self._saw(self._averager.correct())
 
     def confer(self, samples: int, facts: Sequence[float]) -> Settled:
-        """The facts of all, and nothing else."""
+        """Exchange only the facts of all ranks."""
         rows = self._broadcast.facts([samples, *facts])
         return Settled(facts=tuple(row[1:] for row in rows), total_samples=round(sum(row[0] for row in rows)))
 
     def hand_over(self, source: int, *, at: int) -> None:
-        """Every rank goes on as if it had taken the steps of `source`."""
+        """Copy the state of `source` to all ranks, as if they had taken its steps."""
         replica = self._replica
         is_source = replica.rank == source
         own = state_transfer.pack(replica) if is_source else state_transfer.Cargo(0, b"", ())
@@ -329,29 +329,29 @@ class GroupAverages:
             )
 
     def move_to_lookahead(self) -> None:
-        """From the average to where training goes on."""
+        """Move the parameters from the average to the point where training continues."""
         self._kept, self.is_unmerged = None, False
         self.wait_for_device()
         self._exchange.move_to_lookahead()
         self.wait_for_device()
 
     def move_to_average(self) -> None:
-        """To the average: what is evaluated, saved and handed out is the mean of the ranks, and nothing beyond."""
+        """Move the parameters to the average: evaluation, checkpoints and results use the plain mean of the ranks."""
         self.wait_for_device()
         self._exchange.move_to_average()
         self.wait_for_device()
 
-    # A checkpoint in the middle of shared steps has the merged model, and the run goes on as if nobody had merged.
+    # A checkpoint in the middle of shared steps holds the merged model; the run then continues without the merge.
 
     def merge(self, samples: int, facts: Sequence[float], *, may_undo: bool) -> Settled:
-        """Average what shared steps leave to each rank; `samples` since the last merge that was not undone."""
+        """Average what shared steps keep per rank; `samples` counts from the last merge that was not undone."""
         samples += self._samples_apart
         self._kept, self._samples_apart = None, 0
         if may_undo:
             self.wait_for_device()
             common, arena = self._exchange.state_dict(), self._replica.arena
             self._kept = OwnArena.of(arena, common, self._optimizer_arena, samples=samples)
-        # Ranks that shared steps have the same parameters, which a rounded average would change.
+        # Ranks that shared steps have equal parameters, which a rounded average would change.
         self._exchange.is_exact = True
         try:
             return self.average(samples, facts)
@@ -359,7 +359,7 @@ class GroupAverages:
             self._exchange.is_exact = False
 
     def undo_merge(self) -> None:
-        """Undo the last merge, if that is possible; all ranks call this."""
+        """Undo the last merge, if possible; all ranks call this."""
         if self._kept is not None:
             self._kept.put_back(self._replica.arena, self._exchange, self._optimizer_arena)
             self._samples_apart = self._kept.samples
@@ -373,7 +373,7 @@ class GroupAverages:
         return settled
 
     def _refuse_average(self, settled: Settled) -> None:
-        """Raise where a rank brought parameters that are not finite; that rank itself knows the step."""
+        """Raise if a rank brought parameters that are not finite; only that rank itself knows the step."""
         if self._replica.rank in settled.not_finite:
             self._replica.check_loss()
         for rank in settled.not_finite:
@@ -384,7 +384,7 @@ class GroupAverages:
             )
 
     def _await_optimizers(self, settled: Settled) -> None:
-        """Optimizer state joins once every rank has some, which all learn from the same facts."""
+        """Attach optimizer state once every rank has some; all ranks decide this from the same facts."""
         for rank, row in enumerate(settled.facts):
             self._batches_by_rank[rank] += row[BATCHES]
         if min(self._batches_by_rank) > 0:
@@ -409,7 +409,7 @@ class GroupAverages:
     def restore(self, state: dict[str, Any] | None) -> None:
         if state is None:
             return
-        # A checkpoint is taken after an average, so the optimizer state that was saved is the common one.
+        # A checkpoint is taken after an average, so its optimizer state is common to all ranks.
         if state["has_optimizer"] and self._replica.recipe.average_optimizer:
             self._attach_optimizer()
         saved = layout_of_saved(state["fingerprint"], self._replica.model, after := self._replica.arena.layout)
@@ -417,12 +417,12 @@ class GroupAverages:
             state = carried_over(state, before=saved, after=after, fresh=self._exchange.state_dict()) | {"own": None}
         self._exchange.load_state_dict(state)
         own = state["own"]
-        # Ranks of another number have no arena of their own in the checkpoint: they go on from the merged model.
+        # With another world size, the checkpoint holds no arena for each rank: ranks continue from the merged model.
         if own is not None and state["recent_samples"].numel() == self._exchange.world_size:
             OwnArena.restored(own, state).put_back(self._replica.arena, self._exchange, None)
             self._samples_apart, self.is_unmerged = own["samples"], True
 
     def close(self) -> None:
-        # Only a rank that lost its peers can be stuck here, in a collective that ends with the process.
+        # Only a rank that lost its peers can hang here, in a collective that ends with the process.
         with contextlib.suppress(WaitError):
             self._averager.close()

@@ -21,7 +21,7 @@ from outrider.world.world import World
 def run_rank(
     link: Link, *, settings: dict[str, Any], run_settings: dict[str, Any], setting: RunSetting, **objects: Any
 ) -> None:
-    """Train on this rank and tell the starter of every epoch; `objects` are the user's, each sent by its name."""
+    """Train on this rank and report every epoch to the starter; `objects` are the user's, each sent by its name."""
     recipe = Recipe(**settings, **{name: objects[name] for name in recipes.SENT_BY_NAME if name in objects})
     config = RunConfig(**run_settings, **{name: objects[name] for name in configs.SENT_BY_NAME if name in objects})
     with World.join(link, timeout_s=config.timeout_s) as world:

@@ -33,28 +33,28 @@ class EpochAccounting:
         self._world = world
         self._slept_s = 0.0
         self.accounts: list[RankAccount] = []
-        """What the ranks told when the accounting was closed last."""
+        """Accounts of all ranks when the accounting was last closed."""
         self.wants_stop = False
-        """Whether any rank wanted to stop when the ranks told each other last."""
+        """Whether any rank wanted to stop at the last exchange."""
         self.is_checkpoint_due = False
-        """Whether rank 0's clock said so when the accounting was closed last."""
+        """Whether a checkpoint was due by rank 0's clock when the accounting was last closed."""
         self.so_far: list[RankAccount] = []
-        """What the ranks told in the middle of an epoch; nothing once the accounting is closed."""
+        """Accounts of all ranks in the middle of an epoch; empty once the accounting is closed."""
         self._before: RankAccount | None = None
-        """This rank's part of the epoch before the checkpoint from which it goes on."""
+        """This rank's part of the epoch before the checkpoint from which it continues."""
         self._drained = (0.0, 0)
         self._logged: dict[str, tuple[float, float]] = {}
 
     @property
     def seconds_before(self) -> float:
-        """Training time of this epoch before the checkpoint from which it goes on."""
+        """Training time of this epoch before the checkpoint from which it continues."""
         return 0.0 if self._before is None else self._before.seconds
 
     def go_on(self, told: Sequence[dict[str, Any]]) -> None:
-        """The epoch that is opened next began before: `told` is what the ranks of that world had done in it."""
+        """Continue an epoch that began before a checkpoint: `told` holds the accounts of the ranks of that world."""
         accounts = self.so_far = [RankAccount(**fields) for fields in told]
         mine = accounts[self._world.rank :: self._world.size]
-        # Where fewer ranks go on, each also counts for ranks that are gone; the time of the longest counts.
+        # If fewer ranks continue, each also takes over accounts of missing ranks, but without adding their time.
         for account in mine:
             self._before = account if self._before is None else account.after(replace(self._before, seconds=0.0))
 
@@ -74,7 +74,7 @@ class EpochAccounting:
         first_s: float,
         is_complete: bool,
     ) -> EpochMetrics:
-        """The world's metrics, the same on every rank; all ranks call this. `first_s` is when the first epoch began."""
+        """The world's metrics, the same on every rank; all ranks call this. `first_s`: start of the first epoch."""
         faults.reach("epoch-end")
         self._record_beside_training(epoch, evaluated)
         account = self._account(
@@ -117,7 +117,7 @@ class EpochAccounting:
         )
 
     def tell(self, *, seconds: float, wants_stop: bool = False) -> None:
-        """In mid-epoch: tell the others what this rank has done so far, and go on counting. All ranks call this."""
+        """Exchange the accounts in mid-epoch, and continue counting. All ranks call this."""
         account = self._account(seconds=seconds, evaluated=EvaluationSums(), wants_stop=wants_stop)
         self.so_far = self._exchange(account, what="the accounts of a pass over the data")
         self.wants_stop = any(one.wants_stop for one in self.so_far)
@@ -127,7 +127,7 @@ class EpochAccounting:
         return [RankAccount(**fields) for fields in told]
 
     def _drain(self) -> None:
-        """Take in the losses and logged values since the last time."""
+        """Add the losses and logged values since the last call."""
         loss_sum, loss_samples = self._replica.loss_sums.drain()
         self._drained = (self._drained[0] + loss_sum, self._drained[1] + loss_samples)
         for name, (total, weight) in self._replica.logged_scalars.drain().items():
@@ -137,7 +137,7 @@ class EpochAccounting:
     def _account(
         self, *, seconds: float, evaluated: EvaluationSums, wants_stop: bool, is_checkpoint_due: bool = False
     ) -> RankAccount:
-        """This rank's part of the epoch, from its start, also where it went on from a checkpoint."""
+        """This rank's part of the epoch from its start, including the part before a checkpoint."""
         meter = self._driver.meter
         self._drain()
         account = RankAccount(

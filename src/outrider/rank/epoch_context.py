@@ -22,13 +22,13 @@ class EpochContext:
     metrics: EpochMetrics | None
     """The epoch's numbers; None at its start."""
     samples_seen: int
-    """Of the whole world, since the start of the run."""
+    """Samples of the whole world since the start of the run."""
     global_step: int
     """`samples_seen` ÷ `batch_size`, as a schedule ticks: the same for every policy and number of ranks."""
     progress: float
-    """How much of the run is done, from 0 to 1."""
+    """The finished part of the run, from 0 to 1."""
     wants_stop: bool = field(default=False, init=False)
 
     def stop(self) -> None:
-        """End the run for all ranks once this epoch is over, or before it when called at its start."""
+        """End the run for all ranks after this epoch, or before it if called at its start."""
         self.wants_stop = True

@@ -1,7 +1,7 @@
-"""Notices that tensors of this rank's model were frozen, thawed or seen to change, and agrees with the other ranks.
+"""Detects that tensors of this rank's model were frozen, thawed or changed, and agrees with the other ranks.
 
-Decides when the layout of averages changes: between two segments, on all ranks alike. A segment is cut short for that,
-if need be. Called by the averages of a rank.
+Decides when the layout of averages changes: between two segments, on all ranks alike. If needed, a segment is cut short
+for that. Called by the averages of a rank.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from outrider.replica.rank_replica import RankReplica
 from outrider.world.world import World
 
 PATIENCE = 16
-"""Batches without a gradient after which a parameter that stopped to require one within a loop counts as frozen: the
-halves of a GAN require gradients by turns, and one of them perhaps only in every fifth batch."""
+"""If a parameter stops requiring gradients within a loop, it counts as frozen after this many batches without one.
+The halves of a GAN require gradients in turns, one of them perhaps only in every fifth batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutSizes:
-    """What takes part in averages, and what does not."""
+    """Sizes of what takes part in averages, and of what does not."""
 
     trained: int
-    """Trained parameters, by elements."""
+    """Elements of trained parameters."""
     resting: int
     """Elements of all tensors that take no part."""
     bytes: int
-    """What one average of parameters sends: trained parameters, buffers, counters and facts."""
+    """Bytes that one average of parameters sends: trained parameters, buffers, counters and facts."""
     gradient_bytes: int
-    """What one average of gradients sends."""
+    """Bytes that one average of gradients sends."""
 
 
 def sizes_of(arena: Arena, *, num_bytes: int = 0, gradient_bytes: int = 0) -> LayoutSizes:
@@ -52,14 +52,14 @@ NAMES_TOLD = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewLayout:
-    """What all ranks agreed on."""
+    """The layout that all ranks agreed on."""
 
     thawed: tuple[str, ...]
     frozen: tuple[str, ...]
     changing: tuple[str, ...]
-    """Those seen to change now."""
+    """Tensors at rest that were now seen to change."""
     trained: tuple[str, ...]
-    """All parameters that are trained from now on."""
+    """All parameters trained from now on."""
 
     @property
     def is_new(self) -> bool:
@@ -73,18 +73,18 @@ class NewLayout:
 
 
 class LayoutWatch:
-    """What one rank sees of its own model; without a world it is alone."""
+    """Watches the model of one rank; `world` is None if the rank is alone."""
 
     def __init__(self, replica: RankReplica, world: World | None) -> None:
         self._replica = replica
         self._world = world
         self._num_steps = 0
         self._idle: dict[str, int] = {}
-        """Batches without a gradient, of parameters that require none at the moment."""
+        """Batches without a gradient, for parameters that currently require none."""
         self._off_at_end: set[str] = set()
         """Parameters that required no gradient when the last segment ended."""
         self._told: tuple[set[str], set[str]] = set(), set()
-        """What this rank had thawed and frozen when the ranks last agreed."""
+        """Parameters that this rank had thawed and frozen when the ranks last agreed."""
         self._seen: set[str] = set()
         self._with_gradient: set[str] = set()
         if world is not None:
@@ -92,9 +92,9 @@ class LayoutWatch:
         self.restart()
 
     def restart(self) -> None:
-        """The tensors at rest are as they should be, and the same on all ranks."""
+        """Take the tensors at rest as the new reference; they are equal on all ranks."""
         layout = self._replica.arena.layout
-        # One rank averages with nobody: whatever changes, changes where it should.
+        # A single rank averages with nobody, so no change of a tensor needs attention.
         self._resting = RestingWatch(() if self._world is None else layout.resting)
         self._names = {
             id(tenant.tensor): tenant.name
@@ -109,7 +109,7 @@ class LayoutWatch:
     # In a segment
 
     def saw_gradients(self) -> None:
-        """Just before an optimizer steps; a user may drop the gradients right after it."""
+        """Record which parameters have gradients; called just before an optimizer steps: users may drop them later."""
         if self._idle:
             self._with_gradient |= {
                 self._names[id(one)]
@@ -118,7 +118,7 @@ class LayoutWatch:
             }
 
     def stepped(self) -> None:
-        """After every batch of this rank."""
+        """Count a batch of this rank; called after each."""
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:
             self._seen |= self._changed(is_thorough=False)
@@ -128,9 +128,9 @@ class LayoutWatch:
             self._with_gradient.clear()
 
     def wants_change(self) -> bool:
-        """Whether this rank's model has outgrown the layout; the segment is then to end at the next average."""
+        """Whether this rank's model no longer fits the layout; the segment should then end at the next average."""
         self._idle = {name: self._idle.get(name, 0) for name, _ in self._off()}
-        # What others have not thawed or frozen yet has to wait for them: they come to that batch later.
+        # A change that other ranks have not made yet must wait for them: they reach that batch later.
         thawed, frozen = self._told
         return bool(self._seen) or not (set(self._thawed()) <= thawed and set(self._patient()) <= frozen)
 
@@ -140,14 +140,14 @@ class LayoutWatch:
     # Between two segments
 
     def ended(self) -> None:
-        """A segment has ended. What a loop leaves frozen, it may thaw again; what is frozen after this, stays so."""
+        """Note the end of a segment. A loop may thaw again what it froze; what is frozen after this stays frozen."""
         self._off_at_end = {name for name, _ in self._off()}
 
     def agree(self, *, is_within_pass: bool) -> NewLayout:
-        """What changes on all ranks; all of them call this.
+        """Agree on the changes of all ranks; all ranks call this.
 
-        Within a pass ranks are at different batches, and what one of them has frozen or thawed waits for the others.
-        Between two passes it is an error.
+        Within a pass, ranks are at different batches, so what one of them froze or thawed waits for the others.
+        Between two passes, a difference is an error.
         """
         self._seen |= self._changed(is_thorough=True)
         off = sorted(name for name, _ in self._off())
@@ -172,12 +172,12 @@ class LayoutWatch:
         )
 
     def _changed(self, *, is_thorough: bool) -> set[str]:
-        """What has changed though it was at rest, without parameters that this rank has thawed before the others."""
+        """Tensors at rest that have changed, without parameters that this rank thawed before the others."""
         thawed = set(self._thawed())
         return {one for one in self._resting.changed(is_thorough=is_thorough) if thawed.isdisjoint(one.split(" = "))}
 
     def _off(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Parameters in the layout that require no gradient at the moment."""
+        """Parameters in the layout that currently require no gradient."""
         return [(self._names[id(one)], one) for one in self._replica.arena.parameters if not one.requires_grad]
 
     def _thawed(self) -> list[str]:
@@ -185,7 +185,7 @@ class LayoutWatch:
 
 
 def joins(tenant: Tenant, names: Collection[str]) -> bool:
-    """Whether a tensor at rest is one of these; a tied one has several names."""
+    """Whether a tensor at rest is among `names`; a tied tensor has several names."""
     return tenant.name in names or any(name in names for name in tenant.name.split(" = "))
 
 
@@ -195,7 +195,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def set_trained(model: nn.Module, trained: Iterable[str]) -> None:
-    """Require gradients of these parameters alone, as a checkpoint says; a name may be several of a tied parameter."""
+    """Require gradients of only these parameters, as in a checkpoint; an entry may join names of a tied parameter."""
     wanted = {name for names in trained for name in names.split(" = ")}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (name in wanted):
@@ -215,7 +215,7 @@ def _compare(lists: Sequence[Sequence[str]], *, verb: str) -> None:
 
 
 def _check_layouts(replica: RankReplica, world: World) -> None:
-    """Flat arenas are summed element by element: another layout would mix up parameters without a sign."""
+    """Raise if layouts differ: flat arenas are summed by element, so parameters would be mixed up silently."""
     layouts = world.exchange_json(replica.arena.layout.agreement, name="layouts")
     if len(set(layouts)) == 1:
         return

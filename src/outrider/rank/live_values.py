@@ -1,6 +1,6 @@
-"""The values that trackers get within an epoch: of the last seconds, from what ranks tell each other at averages.
+"""The values that trackers get within an epoch: those of the last seconds, from the reports of averages.
 
-Decides how often; nothing is exchanged or waited for on their account. Called by `RankLife` on rank 0.
+Decides how often; causes no exchange or wait of its own. Called by `RankLife` on rank 0.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ LIVE_EVERY_S = 10.0
 
 
 class LiveValues:
-    """Adds up the reports of averages; `take()` returns what they told since the last time."""
+    """Sums the reports of averages; `take()` returns the values since the last call."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was told so far, such as at the start of an epoch."""
+        """Reset the sums, for example at the start of an epoch."""
         self._since_s = time.perf_counter()
         self._samples = [0] * self._world_size
         self._loss_sum, self._loss_samples = 0.0, 0

@@ -1,7 +1,7 @@
-"""The place in a user's loop: what the user's own checkpoints keep of it, and how a loop goes on from there.
+"""The place in a user's loop: what the user's own checkpoints keep of it, and how a loop continues from there.
 
-Decides which samples count as used: those that the model of the calling rank has learned from. `PassState` says what
-must be the same when a pass goes on; checkpoints of the session itself are `RankLife`'s.
+Decides which samples count as used: those that the model of the calling rank has learned from. `PassState` checks what
+must be equal when a pass continues; `RankLife` handles checkpoints of the session itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class LoopPlace:
         self._world = world
         self._seed = seed
         self.loaded: PassState | None = None
-        """From where the next pass goes on; the session's own state had it."""
+        """The place where the next pass continues, from the session's own state."""
         self._ended = PassState(epoch=0)
         self._order: list[Any] = []
 
     def agree(self, state: PassState | None, epoch: int, *, is_counting: bool) -> PassState | None:
-        """Where the next pass goes on: where rank 0 says; all ranks call this."""
+        """Agree on rank 0's place for the next pass; all ranks call this."""
         own, self.loaded = state or self.loaded, None
         what = f"a pass over the data in epoch {epoch}"
         told = self._world.exchange_json(own and own.as_dict(), name="states of feeds", what=what)
@@ -53,7 +53,7 @@ class LoopPlace:
         return agreed
 
     def name_order(self, source: Source, digest: str | None) -> list[Any]:
-        """What decides the order of the pass, besides its epoch."""
+        """The name of the order of the pass: what determines it, besides the epoch."""
         if source.sequence is not None:
             self._order = ["sequence", digest]
         elif source.shuffle:
@@ -63,7 +63,7 @@ class LoopPlace:
         return self._order
 
     def rest_now(self, current: EpochPass, loop: UserLoop, driver: Driver) -> Remaining:
-        """What is left of the pass, for the model of this rank; no rank waits for another."""
+        """The rest of the pass, for the model of this rank; no rank waits for another."""
         if not loop.is_open:
             return current.remaining
         left = driver.left_in_segment(loop.positions_used(), is_alone=self._world.size == 1)
@@ -77,7 +77,7 @@ class LoopPlace:
         return current.rest_after(left)
 
     def end_pass(self, current: EpochPass, loop: UserLoop, driver: Driver) -> None:
-        """The pass has ended on all ranks, at its end or by a break; all ranks call this."""
+        """Note that the pass ended on all ranks, at its end or by a break; all ranks call this."""
         if not driver.is_stopped:
             self._ended = PassState(epoch=current.epoch + 1)
             return
@@ -94,5 +94,5 @@ class LoopPlace:
 
     @property
     def ended(self) -> PassState:
-        """Of the newest pass that has ended."""
+        """The place after the last finished pass."""
         return self._ended

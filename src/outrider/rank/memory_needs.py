@@ -1,7 +1,7 @@
-"""What a run will need of each rank's memory, told before training; refused where it cannot fit.
+"""Computes the memory that a run needs on each rank before training, and rejects a run that cannot fit.
 
-Decides from what is certain: gradients, optimizer state, averages. Activations come on top and are known only after the
-first step, which micro-batches make smaller. Called by `RankLife` on every rank before averages are allocated.
+Decides from what is certain: gradients, optimizer state, averages. Activations come on top; they are known only after
+the first step, and micro-batches make them smaller. Called by `RankLife` on every rank before averages are allocated.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from outrider.world.memory_limit import available_memory
 from outrider.world.world import World
 
 WORTH_TELLING = 10**9
-"""Bytes on a rank from which the line at the start of a run says what it needs."""
+"""If a rank needs at least this many bytes, the line at the start of a run tells how many it needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeeds:
-    """Bytes of one rank, on its device; activations and data not counted."""
+    """Bytes of one rank on its device, without activations and data."""
 
     device: str
     place: str
-    """Host and device: ranks of the same place share what is available there, unless they have limits."""
+    """Host and device. Ranks of the same place share the memory available there, unless they have limits."""
     model: int
     gradients: int
     optimizer: int | None
-    """None where the state of its class is not known."""
+    """None if the state of the optimizer class is not known."""
     optimizer_there: int
-    """The part of it that is allocated already."""
+    """The part of `optimizer` that is already allocated."""
     averages: int
     saved_by_cadence: int
-    """What averages in the background take more than blocking ones."""
+    """Additional bytes of background averages, compared with blocking ones."""
     saved_without_outer: int
     available: int | None
-    """Beside the model, which is there already; None where nobody knows."""
+    """Bytes available besides the model, which is already there; None if unknown."""
     has_limit: bool
 
     @property
     def more(self) -> int:
-        """What is still to be allocated."""
+        """Bytes still to be allocated."""
         return self.gradients + max(0, (self.optimizer or 0) - self.optimizer_there) + self.averages
 
     @property
@@ -56,7 +56,7 @@ class MemoryNeeds:
 
 
 def needs_of(replica: RankReplica, world: World) -> MemoryNeeds:
-    """What this rank will need; its model is on its device, and nothing else is."""
+    """The needs of this rank; only its model is on its device so far."""
     recipe, spec = replica.recipe, world.spec
     kept = average_bytes(
         replica.arena,
@@ -85,12 +85,12 @@ def needs_of(replica: RankReplica, world: World) -> MemoryNeeds:
 
 
 def _shared_state(kept: AverageBytes, state: int) -> int:
-    """Averaged optimizer state has a common point too, and a snapshot where parameters have one."""
+    """Averaged optimizer state also has a common point, and a snapshot if parameters have one."""
     return state * (2 if kept.snapshot else 1)
 
 
 def agree_on_memory(replica: RankReplica, world: World) -> list[MemoryNeeds]:
-    """The needs of all ranks; raises on all of them where one cannot fit. All ranks call this."""
+    """The needs of all ranks; raises on all ranks if one cannot fit. All ranks call this."""
     own = needs_of(replica, world)
     told = world.exchange_json(asdict(own), name="memory needs", what="the memory that each rank needs")
     needs = [MemoryNeeds(**fields) for fields in told]
@@ -99,7 +99,7 @@ def agree_on_memory(replica: RankReplica, world: World) -> list[MemoryNeeds]:
 
 
 def refuse_too_large(needs: Sequence[MemoryNeeds]) -> None:
-    """Raise where a rank, or the ranks that share a device, need more than there is."""
+    """Raise if a rank, or the ranks that share a device, need more memory than available."""
     for rank, own in enumerate(needs):
         if own.available is None:
             continue

@@ -1,7 +1,7 @@
-"""The feed of a pass: that of the data set, or one over the sequence of samples that the user's sampler lists.
+"""The feed of a pass: that of the data set, or one over the sequence of samples from the user's sampler.
 
-Decides whose sequence counts where ranks drew different ones: rank 0's. A resumed pass needs the sequence that it began
-with. Called at the start of a pass, and of an evaluation.
+If ranks draw different sequences, rank 0's counts. A resumed pass needs the sequence that it began with. Called at the
+start of a pass and of an evaluation.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class PassFeeds:
         self._policy = policy
         self._seed = seed
         self.digest: str | None = None
-        """Names the user's own sequence of the last pass, for checkpoints; None without one."""
+        """Digest of the user's own sequence of the last pass, for checkpoints; None without one."""
 
     def open(self, source: Source, epoch: int, *, before: str | None) -> Feed:
-        """All ranks call this. `before` names the sequence of a pass that goes on from a checkpoint."""
+        """Open the feed of a pass; all ranks call this. `before` is the digest of the sequence of a resumed pass."""
         feed = self._feeds.for_training(source)
         self.digest = None
         if source.sequence is None:
@@ -54,7 +54,7 @@ class PassFeeds:
 
 
 def refuse_to_divide(sequence: SampleSequence | None, policy: PolicySpec, *, world_size: int) -> None:
-    """Raise where batches of a batch sampler would have to be divided."""
+    """Raise if the policy would have to divide batches of a batch sampler."""
     if sequence is not None and sequence.has_batches and policy.batch_is_global and world_size > 1:
         raise ConfigError(
             f"{sequence.name} makes batches that are handed out whole, and policy {policy.name!r} divides each batch "
@@ -72,7 +72,7 @@ def refuse_other_sequence(name: str) -> NoReturn:
 
 
 def agree_on_sequence(world: World, drawn: DrawnSequence) -> DrawnSequence:
-    """Rank 0's sequence; all ranks call this. It is sent only where another rank drew a different one."""
+    """Rank 0's sequence; all ranks call this. It is sent only if another rank drew a different one."""
     if world.size == 1:
         return drawn
     digests = world.exchange_json(drawn.digest, name="sequences of samples")

@@ -15,14 +15,14 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
-"""macOS counts resident memory in bytes, the others in KiB."""
+"""macOS reports resident memory in bytes, other systems in KiB."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most since the process began."""
+    """Peak bytes since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux hands getrusage's peak on through exec: it may be the starter's, where this one is the rank's own.
+    # On Linux, exec passes getrusage's peak on, so that may be the starter's; VmHWM is the rank's own.
     own = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE) if _STATUS.is_file() else None
     if own is not None:
         return int(own[1]) * 1024

@@ -1,6 +1,6 @@
-"""The trackers of a run on rank 0: opened with the record, told every epoch, ended with the run.
+"""The trackers of a run on rank 0: started with the record, updated every epoch, finished with the run.
 
-Decides which values trackers get, whether a resumed run goes on in them, and that a failing tracker ends alone.
+Decides which values trackers get, whether a resumed run continues in them, and that a failing tracker fails alone.
 `RankLife` calls it; the other ranks have no trackers.
 """
 
@@ -18,13 +18,13 @@ from outrider.trackers.tracker import TrackedRun, Tracker, name_of, refuse_missi
 from outrider.trackers.tracker_names import make_trackers
 
 FILE = "trackers.json"
-"""What each tracker needs to go on in a resumed run."""
+"""What each tracker needs to continue in a resumed run."""
 _OF_WORLD = ("epoch", "loss", "eval", "learning_rate", "samples_per_s", "averages", "anchor", "drift", "wait_fraction")
 _TIMES = ("exposed_average_fraction", "eval_s", "train_s", "wall_s")
 
 
 class RunTrackers:
-    """The trackers of one run; a missing library is refused here, before training."""
+    """The trackers of one run; raises here, before training, if a library is missing."""
 
     def __init__(self, given: Sequence[str | Tracker], *, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -51,7 +51,7 @@ class RunTrackers:
                 kept[name] = tracker.start(run) or {}
                 self._open.append(tracker)
             except ConfigError:
-                # Something of the set-up is missing, and the user can mend it before hours of training.
+                # Part of the set-up is missing; the user can fix that before hours of training.
                 raise
             except Exception as error:
                 self._leave_out(tracker, "could not be started", error)
@@ -81,11 +81,11 @@ class RunTrackers:
                 self._leave_out(tracker, "could not end its run", error)
 
     def close(self) -> None:
-        """However the run ended; where it ended in order, `finish` came first."""
+        """Close trackers however the run ended; after a regular end `finish` has run already."""
         self.finish("failed" if isinstance(sys.exception(), Exception) else "interrupted")
 
     def _leave_out(self, tracker: Tracker, what: str, error: Exception) -> None:
-        """Training is worth more than its curves."""
+        """Warn that a tracker failed: training is worth more than its curves."""
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         self._warn(f"the tracker {name_of(tracker)!r} {what} ({reason}); training goes on without it")
 
@@ -112,6 +112,6 @@ def _rank_values(account: RankAccount) -> dict[str, float | None]:
 
 
 def _average_ms(accounts: Sequence[RankAccount]) -> float | None:
-    """What an average took from computing, without waits for other ranks."""
+    """Compute time that one average cost, without waits for other ranks."""
     averages = sum(account.averages for account in accounts)
     return sum(account.average_cost_s for account in accounts) / averages * 1e3 if averages else None

@@ -40,7 +40,7 @@ class SessionEvaluation:
         self._num_together = 0
 
     def alone(self, function: EvaluateAll, source: Source, models: Sequence[nn.Module]) -> float:
-        """The mean over the whole data set, computed by this rank alone."""
+        """The mean of `function` over the whole data set, computed by this rank alone."""
         started_s = time.perf_counter()
         feed = self._feed(source, is_shared=False)
         leases = LocalLeases(_span(feed, source), batch_size=source.batch_size)
@@ -49,10 +49,10 @@ class SessionEvaluation:
         return mine.total / mine.samples
 
     def together(self, function: EvaluateAll, source: Source, models: Sequence[nn.Module]) -> float:
-        """The same, shared by all ranks; all of them call this, and all get the same number."""
+        """The mean of `function` over the data set, divided among all ranks; all call this and get the same number."""
         started_s = time.perf_counter()
         self._num_together += 1
-        # A rank that waits elsewhere learns at once that this one cannot come; no rank waits here.
+        # A rank that waits elsewhere learns at once that this rank cannot join; no rank waits here.
         self._world.announce_exchange("evaluations", what=_TOGETHER)
         feed = self._feed(source, is_shared=True)
         span = _span(feed, source)
@@ -69,8 +69,8 @@ class SessionEvaluation:
     def _key(self, options: dict[str, Any]) -> str:
         """The name of an evaluation's ledger.
 
-        Ranks with different data would lease samples to each other that they do not have. Each of them gets a ledger
-        of its own, and all see the difference when they compare their options afterwards, without a wait before.
+        Ranks with different data would lease each other samples that they do not have. So each gets its own ledger, and
+        all see the difference when they compare their options afterwards, without a wait before.
         """
         digest = zlib.crc32(json.dumps(options, sort_keys=True).encode())
         return f"eval/{self._num_together}/{digest:08x}"

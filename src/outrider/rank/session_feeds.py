@@ -1,6 +1,6 @@
 """The feeds of a session, one for every data set of the user's loop.
 
-Decides how long a feed is kept: until its data set is used with other settings, or many others were used since. Called
+Decides how long to keep a feed: until its data set is used with other settings, or many others were used since. Called
 by `SessionRun`.
 """
 
@@ -33,17 +33,17 @@ class Source:
     resident: bool | Literal["auto"] = "auto"
     augment: AugmentFunction | None = None
     drop_last: bool = False
-    """Leave out the end of the order that fills no batch."""
+    """Drop the end of the order that does not fill a batch."""
     order_seed: int | None = None
-    """Of the order, where the user's generator decides it; None: the session's."""
+    """Seed of the order, if the user's generator decides it; None: the session's seed."""
     sequence: SampleSequence | None = None
     """The user's own order, or batches; None: the data set's, shuffled or not."""
     length: int | None = None
-    """Samples of an epoch of an iterable data set; None for a map-style one, which has its own."""
+    """Samples per epoch of an iterable data set; None for a map-style one, which has its own length."""
     loading: Loading = field(default_factory=Loading)
 
     def is_fed_like(self, other: Source) -> bool:
-        """Whether batches of both come from one feed; their size and order are no matter of the feed."""
+        """Whether both can share one feed; the size and order of batches do not depend on the feed."""
         return self.dataset is other.dataset and self._ways() == other._ways()
 
     def _ways(self) -> tuple[object, ...]:
@@ -51,13 +51,13 @@ class Source:
 
 
 class Feeds:
-    """Opens feeds for training and for evaluation; the two never share one, as each has a place in its data."""
+    """Opens feeds for training and for evaluation; the two never share one, as each has its place in the data."""
 
     def __init__(self, *, device: torch.device, seed: int) -> None:
         self._device = device
         self._seed = seed
         self._kept: dict[tuple[int, bool], tuple[Source, Feed]] = {}
-        """The least recently used first; a source keeps its data set, so that no other can take its identity."""
+        """Feeds, the least recently used first. A source keeps its data set alive, so that no other gets its id."""
 
     def for_training(self, source: Source) -> Feed:
         return self._open(source, (id(source.dataset), True))
@@ -74,7 +74,7 @@ class Feeds:
             self._drop(key)
         kept = self._kept.pop(key, None) or (source, self._make(source))
         self._kept[key] = kept
-        # Of each purpose by itself: evaluations inside a loop must not take that loop's feed away.
+        # Count each purpose separately: evaluations inside a loop must not evict that loop's feed.
         same_purpose = [other for other in self._kept if other[1] == key[1]]
         for oldest in same_purpose[:-KEPT_FEEDS]:
             self._drop(oldest)

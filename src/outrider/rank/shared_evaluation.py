@@ -1,4 +1,4 @@
-"""Evaluation shared by ranks: each takes batches from a common cursor, so a fast device evaluates more.
+"""Evaluation divided among ranks: each takes batches from a common cursor, so a fast device evaluates more.
 
 Decides the size of an evaluation batch; the numbers are combined with the epoch's metrics.
 """
@@ -23,7 +23,7 @@ from outrider.replica.replica import Replica
 
 BATCHES_PER_LEASE = 4
 EvaluateAll = Callable[[Any, Any], torch.Tensor | float]
-"""Of a user's own loop: gets the model, or all of them where there are several, and a batch."""
+"""The evaluation function of a user's own loop: gets the model, or the list of several, and a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class EvaluationSums:
     samples: int = 0
     seconds: float = 0.0
     catch_up_s: float = 0.0
-    """Part of `seconds`: bringing up to date who lagged."""
+    """Part of `seconds`: the time to bring lagging ranks up to date."""
 
 
 class Evaluation:
@@ -45,18 +45,18 @@ class Evaluation:
         self._feed = feed
         self._open_leases = open_leases
         self._share = 1 / world_size
-        # Without a backward pass twice the batch fits where the training batch did.
+        # Without a backward pass, twice the training batch fits in memory.
         self._batch_size = max(256, 2 * replica.batch_size)
         feed.start_epoch(in_order(feed.num_samples), 0)
 
     def run(self, key: str, *, catch_up_s: float = 0.0, is_alone: bool = False) -> EvaluationSums:
         """Evaluate this rank's part, or all of it; `key` names the evaluation, the same on all ranks.
 
-        `catch_up_s` was spent for it already.
+        `catch_up_s` is the time already spent to bring ranks up to date for it.
         """
         faults.reach("evaluation")
         span = Lease(0, self._feed.num_samples)
-        # Who is alone need not go through a store.
+        # A rank alone does not need the store.
         leases: Leases = (
             LocalLeases(span, batch_size=self._batch_size)
             if is_alone

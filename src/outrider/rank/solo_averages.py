@@ -1,4 +1,4 @@
-"""The averages of a world of one rank: its own facts come back, its parameters are left alone to the bit.
+"""The averages of a world of one rank: returns its own facts and leaves its parameters bit-identical.
 
 Decides nothing. Called by the driver and `RankLife`, like the averages of a group.
 """
@@ -98,7 +98,7 @@ class SoloAverages:
         self._layout.ended()
 
     def lay_out(self, *, catch_up: Callable[[], int | None], is_within_pass: bool) -> NewLayout:
-        """What was thawed is clipped and watched from now on as well."""
+        """Apply layout changes; thawed parameters are clipped and watched from now on as well."""
         agreed = self._layout.agree(is_within_pass=is_within_pass)
         if agreed.is_new:
             self.lay_out_as(changing=(), trained=agreed.trained)

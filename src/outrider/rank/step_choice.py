@@ -1,7 +1,7 @@
 """Chooses, before training, the memory format of a rank's model and how its step runs.
 
-Decides which samples are tried. `replica` makes the choices, which go to the timeline with their reasons; `slices`
-checks the step's matrix products. Called once per rank, at set-up.
+Decides which samples to try. `replica` makes the choices, which go to the timeline with their reasons; `slices` checks
+the step's matrix products. Called once per rank, at set-up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.slices.slice_matmul_check import mend_products
 from outrider.timeline.recorder import Recorder
 from outrider.world.world import World
 
-# On two slices of a GPU ResNet-34 stood still in channels_last, and never in the model's own format (docs/log.md). Most
+# On two slices of a GPU, ResNet-34 hung in channels_last, but never in the model's own format (docs/log.md). Most
 # likely cuDNN's BatchNorm for channels_last waits inside its kernel for multiprocessors that neighbours hold.
 _ON_A_SLICE = FormatChoice(
     value="contiguous", reason="on a slice, kernels of channels_last can wait for ever for what its neighbours hold"
@@ -50,9 +50,9 @@ def agree_on_format(replica: Replica, feed: Feed, *, world: World, devices: Sequ
 
 
 def fit_micro_batch(replica: Replica, feed: Feed, *, later_bytes: int, recorder: Recorder) -> None:
-    """Find the largest micro-batch that fits; not where a size was given or remembered, and not on a host.
+    """Find the largest micro-batch that fits on a GPU; skipped if a size was given or remembered, and on a CPU.
 
-    A host has no limit of its own to try: it swaps, or its kernel ends processes. `later_bytes` are what averages will
+    A host has no limit of its own to test: it swaps, or its kernel kills processes. `later_bytes` is what averages will
     allocate during training.
     """
     if replica.device.type != "cuda" or replica.micro_batches.limit is not None:
@@ -65,7 +65,7 @@ def fit_micro_batch(replica: Replica, feed: Feed, *, later_bytes: int, recorder:
 
 
 def check_products(replica: Replica, feed: Feed, *, world: World) -> None:
-    """On a slice, look at the matrix products of the step itself: kernels are wrong there for some shapes."""
+    """On a slice, check the matrix products of the step itself: kernels are wrong there for some shapes."""
     if world.spec.share is None:
         return
     batch = _first_batch(replica, feed).batch()
@@ -77,7 +77,7 @@ def check_products(replica: Replica, feed: Feed, *, world: World) -> None:
 def decide_execution(replica: Replica, feed: Feed, *, recorder: Recorder, can_overlap: Callable[[], bool]) -> None:
     """Choose eager, compiled or captured steps for this rank, and record why.
 
-    `can_overlap` says whether sums of gradients overlap with the backward pass, which in captured steps they do not.
+    `can_overlap` says whether the all-reduce overlaps with the backward pass; in captured steps it does not.
     """
 
     def record(decision: Decision) -> None:
@@ -94,7 +94,7 @@ def _num_first(replica: Replica, feed: Feed) -> int:
 
 
 def _first_batch(replica: Replica, feed: Feed, *, at_most: int | None = None) -> PackedBatch:
-    """Samples to try the step on; they come again in the first epoch."""
+    """Samples for trials of the step; the first epoch uses them again."""
     feed.start_epoch(in_order(feed.num_samples), 0)
     samples = _num_first(replica, feed)
     return packed_batch_of(feed, Batch(0, samples if at_most is None else min(at_most, samples)))

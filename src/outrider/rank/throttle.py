@@ -14,9 +14,9 @@ _MIN_SLEEP_S = 1e-3
 
 
 class Throttle:
-    """`with throttle:` around compute; on the way out it sleeps in proportion to the CPU time really used.
+    """Context manager around compute; at its end it sleeps in proportion to the CPU time used.
 
-    CPU time of the calling thread, not wall time: other load on the machine does not change the ratio.
+    It uses CPU time of the calling thread, not wall time, so other load on the machine does not change the ratio.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Throttle:
             self._pay()
 
     def _pay(self) -> None:
-        """Sleep what is owed; what the system sleeps too long or too short is carried over."""
+        """Sleep for the time owed; carry over the system's error in either direction."""
         before_s = self._wall_clock()
         self._sleep(self._owed_s)
         slept_s = self._wall_clock() - before_s

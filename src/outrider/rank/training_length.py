@@ -32,13 +32,13 @@ class Goal:
             check_at_least(name, value, 0 if name == "epochs" else 1)
 
     def is_reached(self, *, epochs: int, samples: int, replica: LoopReplica | None) -> bool:
-        """Whether so many epochs, or samples, are enough."""
+        """Whether this number of epochs or samples reaches the goal."""
         if self.epochs is not None:
             return epochs >= self.epochs
         return replica is not None and self.left(samples, batch_size=replica.counts.batches.unit, replica=replica) == 0
 
     def refuse_standstill(self, epochs: int, *, samples: int) -> None:
-        """A loop that takes no samples would never reach a number of them."""
+        """Raise if an epoch took no samples: the loop would never reach its number of steps or samples."""
         if epochs > 0 and self.epochs is None and samples == 0:
             raise ConfigError(
                 "an epoch took no samples, so the loop over epochs would never end",
@@ -46,7 +46,7 @@ class Goal:
             )
 
     def left(self, samples: int, *, batch_size: int, replica: LoopReplica) -> int | None:
-        """Samples that passes of batches of this size may still use after `samples`; None: no matter how many."""
+        """Samples that passes with this batch size may still use after `samples`; None: no limit."""
         if self.samples is not None:
             return max(0, self.samples - samples)
         if self.steps is not None:
@@ -55,7 +55,7 @@ class Goal:
 
 
 def progress(goal: Goal | None, *, epochs: float, samples: int, replica: LoopReplica | None) -> float:
-    """How much is done, from 0 to 1; `epochs` with the part of the present one that is done."""
+    """The finished part of the loop, from 0 to 1; `epochs` includes the finished part of the current epoch."""
     if goal is None:
         raise ConfigError(
             "progress was asked for outside of a loop over epochs()",
@@ -70,10 +70,10 @@ def progress(goal: Goal | None, *, epochs: float, samples: int, replica: LoopRep
 
 
 def samples_after(goal: Goal | None, *, left: int | None, epochs_done: int, pass_samples: int) -> int | None:
-    """Samples of the loop after a pass, before which `left` were allowed; None where nobody knows how long it is."""
+    """Samples of the loop after a pass, given `left` samples before it; None if the length of the loop is unknown."""
     if left is not None:
         return left - pass_samples
     if goal is None or goal.epochs is None:
         return None
-    # Further passes are taken to be like this one.
+    # Further passes are assumed to be as long as this one.
     return max(0, goal.epochs - epochs_done - 1) * pass_samples

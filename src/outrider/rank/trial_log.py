@@ -1,7 +1,7 @@
-"""Keeps the reports of a run that `outrider advise` measures for a moment, with the time of each.
+"""Writes the reports of a short run that `outrider advise` measures, with the time of each.
 
-Decides the format of the file, one per rank: what a report says is in it, nothing is computed from it. `RankLife` calls
-it; `virtual.trial_reports` reads it. A write that fails ends the run, which is nothing but a measurement.
+Decides the format of the file, one per rank. It holds reports as they are and computes nothing from them. `RankLife`
+calls it; `virtual.trial_reports` reads it. A failed write ends the run, which is only a measurement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLUSH_EVERY_S = 0.25
 
 
 class TrialLog:
-    """The file of one rank: rank 0 has the reports, every rank its peak memory at the end."""
+    """The file of one rank: rank 0 writes the reports, every rank its peak memory at the end."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self._rank = rank
@@ -29,7 +29,7 @@ class TrialLog:
         self._write({"schema_version": SCHEMA_VERSION, "rank": rank})
 
     def saw(self, kind: str, report: AverageReport, *, seen: int, num_bytes: int, parameters: int) -> None:
-        """Keep a report; `seen` are the samples of the run before this epoch, `num_bytes` what an average sends."""
+        """Write a report; `seen` counts samples of the run before this epoch, `num_bytes` is what an average sends."""
         if self._rank != 0:
             return
         ranks = [

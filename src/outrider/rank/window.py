@@ -13,10 +13,10 @@ from outrider.policy.effects import AverageReport, RankFacts
 
 NUM_FACTS = 12
 BATCHES = 1
-"""Where a row of facts holds the number of batches."""
+"""Index of the number of batches in a row of facts."""
 _ORDINAL = 10
-"""Where a row of a further average of gradients in the same batch holds its number; the first one has 0 there."""
-# How the last fact of a row says that its rank wants the segment to end.
+"""Index of the ordinal of a further average of gradients in the same batch; the first average has 0 there."""
+# Values of the last fact of a row, by which a rank asks to end the segment.
 _PAUSE, _STOP, _LAYOUT = 1.0, 2.0, 3.0
 
 
@@ -28,14 +28,14 @@ class Window:
     batches: int = 0
     compute_s: float = 0.0
     exposed_s: float = 0.0
-    """What the previous average, and leases since, took out of the compute path."""
+    """Time that the previous average, and leases since, took from the compute path."""
     waited_s: float = 0.0
     """The part of `exposed_s` that waited for an average in the background."""
     average_s: float = 0.0
     busy_s: float = 0.0
-    """What the previous average took in the background: until it was done, and of this rank's own processor."""
+    """Time of the previous average in the background: until it was done, and on this rank's own processor."""
     setup_s: float = 0.0
-    """Steps that say nothing about speed."""
+    """Time of steps that tell nothing about speed."""
 
     def stepped(self, *, samples: int, seconds: float, is_steady: bool = True) -> None:
         self.samples += samples
@@ -54,7 +54,7 @@ class Window:
         wants_pause: bool = False,
         wants_layout: bool = False,
     ) -> list[float]:
-        """The row that rides in the averaged buffer; the counters start again. `loss` is a sum and its samples."""
+        """The row that travels in the averaged buffer; resets the counters. `loss` is a sum and its sample count."""
         row = [
             float(self.samples),
             float(self.batches),
@@ -75,12 +75,12 @@ class Window:
 
 
 def later_facts(ordinal: int) -> list[float]:
-    """The row of an average of gradients that tells the policy nothing: the batch has had one before."""
+    """The row of a repeated average of gradients in one batch; it tells the policy nothing."""
     return [float(ordinal) if place == _ORDINAL else 0.0 for place in range(NUM_FACTS)]
 
 
 def ordinals(rows: Sequence[Sequence[float]]) -> list[int]:
-    """Of each rank, how many averages of gradients it had in its batch before this one."""
+    """How many earlier averages of gradients each rank had in its batch."""
     return [round(row[_ORDINAL]) for row in rows]
 
 
@@ -111,14 +111,14 @@ def _rank_facts(row: tuple[float, ...]) -> RankFacts:
 
 @dataclass(slots=True)
 class AverageAccount:
-    """What averages cost over an epoch, split into cost and waiting by what all ranks reported."""
+    """The time of averages over an epoch, split into cost and waiting by the reports of all ranks."""
 
     averages: int = 0
     cost_s: float = 0.0
     wait_s: float = 0.0
 
     def charge(self, report: AverageReport, rank: int, *, is_blocking: bool) -> None:
-        """A report carries what the previous average took from each rank; the last to arrive waited for nobody."""
+        """Add the times of the previous average from a report; the last rank to arrive waited for nobody."""
         exposed = [facts.exposed_ms for facts in report.ranks]
         cost_ms = min(exposed) if is_blocking else exposed[rank]
         self.cost_s += cost_ms / 1e3

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state that a run needs to continue as if it had not stopped.
+"""Checkpoints: the complete state that a run needs to continue as if it had not stopped.
 
 Decides the content: the model (shared), each rank's optimizer, schedule, random state and outer velocity, and the
 planner, split and position (shared). `checkpoint_files` decides the layout on disk; the rank decides when to save. Only
@@ -55,7 +55,7 @@ class Progress:
 
     @classmethod
     def of_foreign(cls, epoch: int, *, remaining: list[list[int]]) -> Progress:
-        """A place in an epoch that a framework's own checkpoint tells."""
+        """The place in an epoch given by a framework's own checkpoint."""
         nothing: dict[str, Any] = {}
         return cls(
             epoch=epoch,
@@ -90,7 +90,7 @@ class Copied:
     device: str
     state: dict[str, Any]
     model: dict[str, Tensor] | None
-    """On rank 0 only."""
+    """Only on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ class Part:
     """The files that one rank wrote; sent as JSON to rank 0, which needs all of them to commit."""
 
     device: str
-    """As the user wrote it."""
+    """The device as the user wrote it."""
     files: dict[str, FileDigest]
 
     def as_json(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def copied(
     """Copy this rank's part to the host; raises a ConfigError for an object that could not be read back."""
     epochs = list(progress.epochs)
     return Copied(
-        # It may be written in the background while the run adds its next epoch to the history.
+        # The copy may be written in the background while the run adds its next epoch to the history.
         progress=replace(deepcopy(replace(progress, epochs=[])), epochs=epochs),
         rank=rank,
         device=device,
@@ -130,7 +130,7 @@ def copied(
 
 
 def merged_model(model: nn.Module, *, is_mid_epoch: bool, undo_merge: Callable[[], None]) -> Mapping[str, Tensor]:
-    """The model of a checkpoint; in the middle of an epoch the ranks then undo their merge for it."""
+    """The model of a checkpoint; in the middle of an epoch, the ranks afterwards undo the merge made for it."""
     if not is_mid_epoch:
         return model.state_dict()
     merged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
@@ -186,7 +186,7 @@ def rank_file(rank: int) -> str:
 
 
 def refuse_strangers(folder: RunFolder, *, resume: Path | str | None) -> None:
-    """Refuse a folder with checkpoints of another run: a new run must not mix its checkpoints with them."""
+    """Raise if a folder has checkpoints of another run: a new run must not mix its checkpoints with them."""
     if isinstance(resume, Path) and resume.parent == folder.checkpoints:
         _refuse_later(folder, resume)
     if resume == "auto":
@@ -201,7 +201,7 @@ def refuse_strangers(folder: RunFolder, *, resume: Path | str | None) -> None:
 
 
 def _refuse_to_repeat(folder: RunFolder) -> None:
-    """Refuse to train a finished run again, whose model would be replaced; it can go on only from a checkpoint."""
+    """Raise rather than repeat a finished run and replace its model; it can continue only from a checkpoint."""
     record = folder.read_json("record.json") or {}
     if record.get("status") == "finished" and record.get("epochs") and not files.whole(folder.path):
         raise ConfigError(
@@ -212,7 +212,7 @@ def _refuse_to_repeat(folder: RunFolder) -> None:
 
 
 def _refuse_later(folder: RunFolder, resume: Path) -> None:
-    """Refuse a folder with later checkpoints, which would be taken for the newest ones of the resumed run."""
+    """Raise if a folder has later checkpoints, which would be taken for the newest ones of the resumed run."""
     newest = files.whole(folder.path)[:1]
     if newest and newest[0] != resume:
         raise ConfigError(
@@ -225,7 +225,7 @@ def _refuse_later(folder: RunFolder, resume: Path) -> None:
 
 
 def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
-    """Read the progress of a checkpoint; refuse a checkpoint with other settings."""
+    """Read the progress of a checkpoint; raises if the checkpoint has other settings."""
     fields = files.read_state(path)
     before = fields["identity"]
     for name, value in identity.items():
@@ -241,7 +241,7 @@ def load_progress(path: Path, *, identity: dict[str, Any]) -> Progress:
 
 
 def _by_batch_size(planner: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-    """Older checkpoints of `train()` contain the state of its only planner, newer ones a planner per batch size."""
+    """Planner states by batch size; older checkpoints of `train()` hold the state of a single planner."""
     return {str(identity["batch_size"]): planner} if "paces" in planner else planner
 
 
@@ -274,6 +274,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _save(path: Path, state: dict[str, Any]) -> None:
-    # torch.save to a path would hide the reason of a failure.
+    # torch.save to a path would hide the reason for a failure.
     with path.open("wb") as file:
         torch.save(state, file)

@@ -52,9 +52,9 @@ def staging(checkpoints: Path, name: str, nonce: str) -> Path:
 
 
 def publish(staged: Path, name: str, *, files: Files, fields: Mapping[str, Any]) -> Path:
-    """Turn a complete staging folder into a checkpoint; an older one of the same position is removed afterwards."""
+    """Turn a complete staging folder into a checkpoint; then remove an older one of the same position."""
     listed = {file: {"num_bytes": one.num_bytes, "blake2b": one.blake2b} for file, one in sorted(files.items())}
-    # In the form in which it is read back: JSON has no integer keys and no tuples.
+    # Convert to the form that is read back: JSON has no integer keys and no tuples.
     content = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, **fields, "files": listed}))
     write_text(staged / STATE_FILE, json.dumps({**content, "digest": _digest_of(content)}, separators=(",", ":")))
     sync_folder(staged)
@@ -75,7 +75,7 @@ def remove_stale(checkpoints: Path) -> None:
 
 
 def keep_newest(path: Path, keep: int) -> None:
-    """Remove all checkpoints of a run folder but the newest."""
+    """Remove all checkpoints of a run folder but the newest `keep`."""
     for old in whole(path)[keep:]:
         # Renamed first, so that a partly removed checkpoint does not count as one.
         doomed = old.with_name(f".{old.name}.removed")
@@ -94,7 +94,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def whole(path: Path) -> list[Path]:
-    """The complete checkpoints of a run folder, newest first: all files exist in their full size."""
+    """The complete checkpoints of a run folder, newest first: all files exist with their full size."""
     return [one for one in reversed(_named(path / "checkpoints")) if _has_all_files(one)]
 
 
@@ -139,7 +139,7 @@ def verify(checkpoint: Path, names: Iterable[str]) -> None:
 
 
 def _has_all_files(checkpoint: Path) -> bool:
-    """A quick check of sizes; checksums are compared on resume."""
+    """Quickly check sizes; checksums are compared on resume."""
     try:
         files = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["files"]
         return all((checkpoint / name).stat().st_size == one["num_bytes"] for name, one in files.items())
@@ -153,7 +153,7 @@ def _named(checkpoints: Path) -> list[Path]:
 
 
 def epoch_of(checkpoint: Path) -> int:
-    """The epoch that a run resumed from this checkpoint goes on with."""
+    """The epoch with which a run resumed from this checkpoint continues."""
     return _key(checkpoint)[0]
 
 

@@ -1,7 +1,7 @@
 """When checkpoints are due: after a number of epochs, at fractions of an epoch, or by time.
 
 Decides how `checkpoint_every` is parsed and when a checkpoint is due. Does not write checkpoints. Called by the rank;
-rank 0's clock counts for all ranks, which learn of it at the next average.
+rank 0's clock counts for all ranks, which learn about it at the next average.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Every:
-    """The interval between checkpoints, in epochs or in seconds; without either none are taken."""
+    """The interval between checkpoints, in epochs or in seconds; without either, no checkpoints are taken."""
 
     epochs: float | None = None
     seconds: float | None = None

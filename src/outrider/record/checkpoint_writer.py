@@ -1,7 +1,7 @@
-"""Saves checkpoints on one rank: its own part, and on rank 0 the commit of all parts, now or in the background.
+"""Saves checkpoints on one rank: writes its own part, and on rank 0 commits all parts, now or in the background.
 
-A checkpoint that cannot be written gives a warning and does not end the run. Ranks of one host report finished files by
-small files in the staging folder, because their connections belong to the training thread. `checkpoint` decides the
+A checkpoint that cannot be written causes a warning and does not end the run. Ranks of one host report finished files
+by small files in the staging folder, because their connections belong to the training thread. `checkpoint` decides the
 content; the rank decides when one is due, and calls this on all ranks in the same order.
 """
 
@@ -90,8 +90,8 @@ def tell_part(staging: Path, rank: int, written: Part | DataError) -> None:
 
 
 def hear_parts(staging: Path, own: Part | DataError, *, world_size: int, timeout_s: float) -> list[Mapping[str, Any]]:
-    """The reports of all ranks, in order, on rank 0; a rank without a report in time has failed."""
-    # If rank 0 itself has failed, waiting long gains nothing.
+    """The reports of all ranks, in order, on rank 0; a rank that does not report in time has failed."""
+    # If rank 0 itself has failed, a long wait gains nothing.
     deadline_s = time.monotonic() + (min(timeout_s, _SHORT_S) if isinstance(own, DataError) else timeout_s)
     paths = [staging / _TOLD.format(rank) for rank in range(1, world_size)]
     while not all(path.exists() for path in paths) and time.monotonic() < deadline_s:
@@ -156,12 +156,12 @@ class Checkpoints:
         self._behind.finish(self._world.timeout_s)
 
     def close(self) -> None:
-        """The same at the end of a failed run; does not raise, to keep the run's own error."""
+        """Like `finish`, at the end of a failed run; does not raise, to keep the run's own error."""
         with contextlib.suppress(Exception):
             self._behind.finish(CLOSE_S)
 
     def _all_can_write_behind(self, part: Copied | DataError) -> bool:
-        """Whether all ranks have a part, have read one back before, and have enough memory to hold the copy.
+        """Whether all ranks have a part, have already read one back, and have enough memory for the copy.
 
         All ranks call this, because each rank knows only its own disk and memory.
         """
@@ -173,7 +173,7 @@ class Checkpoints:
         return bool(psutil.virtual_memory().available > MEMORY_SPARED * needed * self._world.size)
 
     def _write_behind(self, part: Copied, *, started_s: float) -> None:
-        """Runs in a thread of each rank; rank 0 learns from files that the others are done, without communication."""
+        """Runs in a thread of each rank; rank 0 learns from files, not messages, that the other ranks are done."""
         assert self._nonce is not None
         staging = checkpoint.staging(self._folder, part.progress, nonce=self._nonce)
         written = self.write(part)
@@ -185,7 +185,7 @@ class Checkpoints:
         self._recorder.event("checkpoint written", name=part.progress.name, ms=_ms_since(started_s))
 
     def check_can_save(self, rank_state: Mapping[str, Any]) -> None:
-        """Before the first step: raise an error if the state contains an object that could not be read back."""
+        """Raise an error before the first step if the state contains an object that could not be read back."""
         if self._is_asked_for:
             for name, value in rank_state.items():
                 portable(value, name)

@@ -1,6 +1,6 @@
 """Handles full disks: checks free space early, and saves a model elsewhere if its folder is full.
 
-Decides how much space a run needs, and the alternative place of a model. Called by the ranks at the start, before each
+Decides how much space a run needs, and the alternative place for a model. Called by the ranks at the start, before each
 checkpoint and at the end.
 """
 
@@ -26,11 +26,11 @@ from outrider.world.world import World
 
 _HINT = "free some space there, or pass run_dir=another_folder"
 _COPIES_KEPT = {"SGD": 1, "Adam": 2, "AdamW": 2}
-"""Estimate of an optimizer's state tensors per parameter."""
+"""Estimated state tensors per parameter of an optimizer."""
 
 
 class _Run(Recorded, Protocol):
-    """A run of train(), or of a session."""
+    """A run of `train()` or of a session."""
 
     link: Link
     folder: RunFolder
@@ -56,7 +56,7 @@ def in_units(size: float) -> str:
 
 
 def check_room(run: _Run, replica: RankReplica) -> None:
-    """At the start: an error if the model does not fit, a warning if two checkpoints do not fit."""
+    """Check disk space at the start: raise if the model does not fit, warn if two checkpoints do not fit."""
     folder, world_size = run.folder, run.world.size
     free, size = free_bytes(folder.path), num_bytes(replica.model.state_dict())
     if free is None:
@@ -74,7 +74,7 @@ def check_room(run: _Run, replica: RankReplica) -> None:
 
 
 def refuse_if_full(folder: RunFolder, needed: int) -> None:
-    """Before a checkpoint: skip it rather than fill the disk completely."""
+    """Raise before a checkpoint that would fill the disk; it is then skipped."""
     free = free_bytes(folder.path)
     if free is not None and free < needed:
         raise DataError(f"{folder.path} has {in_units(free)} free, the checkpoint needs {in_units(needed)}", hint=_HINT)
@@ -82,7 +82,7 @@ def refuse_if_full(folder: RunFolder, needed: int) -> None:
 
 @contextmanager
 def or_warned(link: Link, what: str) -> Iterator[None]:
-    """For optional files: a failed write gives one line and does not end the run."""
+    """Context manager for optional files: a failed write prints one line and does not end the run."""
     try:
         yield
     except DataError as error:
@@ -116,7 +116,7 @@ def save_or_keep(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def save_elsewhere(state: Mapping[str, Tensor], reason: DataError) -> Path:
-    """Write a model to the system's temporary folder or the home folder, in a folder that only this user may read."""
+    """Write a model to the system's temporary folder or the home folder, in a new folder readable only by this user."""
     for place in (Path(tempfile.gettempdir()), Path.home()):
         try:
             path = Path(tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-model-", dir=place)) / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Keeps the record of a run up to date while it runs: every epoch is appended to a file as it ends.
+"""Keeps the record of a run up to date while it runs: appends every finished epoch to a file.
 
 Decides how often `record.json` is rewritten: with thousands of short epochs, rewriting it after each would take longer
 than training. Called by rank 0; after a crash the epochs are in one of the two files.

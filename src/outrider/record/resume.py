@@ -1,7 +1,7 @@
 """Finds the checkpoint that all ranks resume from, and reads each rank's part of it.
 
-Decides which checkpoint is used (the one before a damaged one), and what is kept with other devices or another number
-of ranks. Called before the first step; all ranks call it in the same order.
+Decides which checkpoint is used (the one before a damaged one), and what is kept with other devices or another world
+size. Called before the first step; all ranks call it in the same order.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class Resumed:
     path: Path
     progress: Progress
     state: dict[str, Any]
-    """This rank's own."""
+    """The state of this rank."""
     devices: tuple[str, ...]
     """The devices of the ranks that wrote the checkpoint."""
     is_same_world: bool
-    """Whether the number of ranks and the kinds of devices are the same, so that measured speeds still apply."""
+    """Whether world size and kinds of devices are the same, so that measured speeds still apply."""
 
     @property
     def needs_common_optimizer(self) -> bool:
-        """Whether ranks that went their own ways begin with shared steps, since another world chooses anew."""
+        """Whether ranks with different optimizer states begin with shared steps, because another world chooses anew."""
         chooser = self.progress.chooser
         return not self.is_same_world and chooser is not None and not chooser["is_exact"]
 
     @property
     def average(self) -> dict[str, Any] | None:
-        """The state of the averages; None from a run of one rank."""
+        """The state of the averages; None if the run had one rank."""
         average: dict[str, Any] | None = self.state["average"]
         return average
 
 
 class Resuming(Protocol):
-    """A run of train(), or of a session, before its first step."""
+    """A run of `train()` or of a session, before its first step."""
 
     link: Link
     world: World
@@ -57,7 +57,7 @@ class Resuming(Protocol):
 
 
 def where_to_resume(run: Resuming, resume: Path | str | None) -> Path | None:
-    """The path to resume from; for "auto" this run's folder if rank 0 sees a checkpoint there. All ranks call it."""
+    """The path to resume from; for "auto" this run's folder if rank 0 finds a checkpoint there. All ranks call this."""
     if resume is None or isinstance(resume, Path):
         return resume
     newest = checkpoint_files.whole(run.folder.path)[:1]
@@ -90,7 +90,7 @@ def read_checkpoint(run: Resuming, *, resume: Path, identity: dict[str, Any]) ->
 
 def _state(path: Path, world: World) -> dict[str, Any]:
     state = checkpoint.load_rank(path, world.rank)
-    # The factor of the learning rate depends on the number of ranks, and a single rank never computes it again.
+    # The factor of the learning rate depends on the world size, and a single rank never computes it again.
     is_same_size = len(checkpoint.devices(path)) == world.size
     return state if is_same_size else {**state, "rate_factor": None}
 
@@ -121,7 +121,7 @@ def _trouble(path: Path, rank: int) -> str | None:
 
 
 def _tell_damage(link: Link, folder: RunFolder, path: Path, *, trouble: str, instead: Path) -> None:
-    # The folder of another run is only read.
+    # The folder of another run is read-only for this run.
     if path.parent == folder.checkpoints:
         checkpoint_files.set_aside(path)
     link.warn(f"the newest checkpoint is damaged, {instead.name} is used instead: {trouble}")

@@ -23,7 +23,7 @@ DEFAULT_GRACE_S = 25.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Options of a run on real devices; `OPTION_INFOS` says what each means."""
+    """Options of a run on real devices; `OPTION_INFOS` explains each option."""
 
     devices: str | tuple[str, ...] = "auto"
     environments: str | tuple[str, ...] | dict[str, str] | None = None
@@ -93,16 +93,16 @@ class RunConfig:
 OBJECTS = options_where(RunConfig, lambda info: info.is_object)
 """Options that are functions of the user, not plain values."""
 SENT_BY_NAME = options_where(RunConfig, lambda info: info.holds_code)
-"""Each is sent to the ranks by its name, so that errors can name it."""
+"""Options sent to the ranks one by one, so that errors can name them."""
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The plain values, without the user's functions."""
+    """The plain values of a config, without the user's functions."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OBJECTS}
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """The same for `config.json`."""
+    """The plain values of a config for `config.json`."""
     return {name: _written(value) for name, value in plain(config).items()}
 
 

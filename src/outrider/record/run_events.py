@@ -36,7 +36,7 @@ class RunEvents:
         has_schedule: bool = False,
         has_pulses: bool = True,
     ) -> None:
-        """`has_pulses`: whether somebody tells the recorder what the rank is doing, for the live page."""
+        """`has_pulses`: whether the recorder is told what the rank is doing, for the live page."""
         self.recorder = Recorder(world.rank, origin_s=origin_s, world_size=world.size)
         self._folder = folder
         self._world = world
@@ -57,7 +57,7 @@ class RunEvents:
         return self._schedule.begin_segment(epoch, span, is_unmerged=is_unmerged)
 
     def merge(self) -> None:
-        """Merge the files of all ranks on rank 0, as far as it can read them. All ranks call this."""
+        """Merge the files of all ranks that rank 0 can read. All ranks call this."""
         self.close()
         problems = self._world.exchange_json(
             self.recorder.problem, name="states of the event files", what="the end of the run"
@@ -126,7 +126,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def merge_schedules(folder: Path, *, world_size: int) -> None:
-    """Write `schedule.json` per segment and rank, for replay in the lab; processed line by line."""
+    """Write `schedule.json`, by segment and rank, for replay in the lab; works line by line."""
     paths = [_path(folder, rank) for rank in range(world_size)]
     missing = [rank for rank, path in enumerate(paths) if not path.is_file()]
     if missing:
@@ -137,23 +137,23 @@ def merge_schedules(folder: Path, *, world_size: int) -> None:
 
 
 class _Segments:
-    """Read the file of one rank, segment by segment."""
+    """Reads the file of one rank, segment by segment."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._lines = iter(file)
         # The header, then the mark of the first segment.
         next(self._lines, None)
         self.mark: list[Any] | None = None
-        """The epoch and the span of the segment that comes next, and whether ranks were unmerged; None at the end."""
+        """Epoch and span of the next segment, and whether ranks were unmerged; None at the end."""
         for line in self._lines:
             self.mark = json.loads(line)[1:]
             break
 
     def entries(self) -> Iterator[bytes]:
-        """Read up to the next mark."""
+        """The entries up to the next mark."""
         self.mark = None
         for line in self._lines:
-            # The last line of a rank that was killed may be torn.
+            # The last line of a killed rank may be incomplete.
             if not line.endswith(b"\n"):
                 return
             if line.startswith(_SEGMENT_LINE):

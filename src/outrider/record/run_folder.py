@@ -1,6 +1,6 @@
 """The run folder: names and formats of its files, each written completely or not at all.
 
-A full disk or a folder that cannot be written is an error that names the file. Called by all that write files of a run.
+A full disk or a read-only folder raises an error that names the file. Called by all modules that write files of a run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RunFolder:
         make_folder(self.path)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Compact JSON; anything without a JSON form is written as its name, infinities and NaN as null."""
+        """Write compact JSON; values without a JSON form become strings, infinities and NaN become null."""
         text = json.dumps(finite(content), separators=(",", ":"), default=str, allow_nan=False)
         write_text(self.path / name, text + "\n")
 
@@ -61,7 +61,7 @@ class RunFolder:
         return content
 
     def refuse_foreign_files(self) -> None:
-        """Raise where files of something else have names of ours and would be replaced, such as a saved model's."""
+        """Raise if a run would replace foreign files of the same name, such as a saved model."""
         if any(self._is_ours(name) for name in _MARKED):
             return
         foreign = [name for name in (*_MARKED, self.model_file.name) if (self.path / name).exists()]
@@ -92,7 +92,7 @@ class RunFolder:
 
 
 def check_ending(path: Path) -> None:
-    """Refuse the name of a model file whose ending does not say its format."""
+    """Raise if the ending of a model file's name does not tell the format."""
     if path.suffix not in (SAFETENSORS_ENDING, *TORCH_ENDINGS):
         ending = f"the ending {path.suffix!r}" if path.suffix else "no ending"
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_ending(path: Path) -> None:
 
 
 def save_model(path: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write the state dict of a model in the format of the file's ending: torch.save for .pt, else safetensors."""
+    """Write a model's state dict in the format of the file's ending: torch.save for .pt and .pth, else safetensors."""
     # Parameters are views of one flat arena and may be tied: the file gets plain copies.
     plain = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     make_folder(path.parent)
@@ -113,7 +113,7 @@ def save_model(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _save_by_torch(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    # Through a file of Python's: torch's own writer does not say that a disk is full.
+    # Through a Python file object: torch's own writer does not report that a disk is full.
     with path.open("wb") as file:
         torch.save(state, file)
 
@@ -157,7 +157,7 @@ def new_run_dir(policy: str) -> Path:
 
 
 def shown_path(path: Path) -> Path:
-    """A path as messages show it: short where it is under the working folder."""
+    """A path as shown in messages: relative if it is inside the working folder."""
     try:
         return path.relative_to(Path.cwd())
     except (ValueError, OSError):
@@ -174,7 +174,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file."""
+    """Append to a file."""
     with _guarded(path), path.open("ab") as file:
         file.write(data)
 

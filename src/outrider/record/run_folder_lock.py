@@ -28,7 +28,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FolderLock:
-    """Held from `take` to `release`, or to the end of the process."""
+    """A lock held from `take` to `release`, or to the end of the process."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor: int | None = descriptor
@@ -37,7 +37,7 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: RunFolder) -> FolderLock:
-        """Lock a run folder, creating it if needed; raises an error if another run or something else has it."""
+        """Lock a run folder, creating it if needed; raises an error if another run uses it or it has foreign files."""
         folder.refuse_foreign_files()
         make_folder(folder.path)
         path = folder.path / LOCK_FILE
@@ -51,12 +51,12 @@ class FolderLock:
         except BaseException:
             os.close(descriptor)
             raise
-        # Nobody else writes here now, so partial files belong to a run that died.
+        # No other run writes here now, so partial files belong to a run that died.
         remove_stale(folder.checkpoints)
         return cls(descriptor, path)
 
     def release(self) -> None:
-        """Release the lock; does nothing if it was released before, or in a fork of the owner."""
+        """Release the lock; does nothing if it is already released, or in a fork of the owner."""
         if self._descriptor is None:
             return
         _held.remove(self)

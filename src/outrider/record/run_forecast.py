@@ -1,6 +1,6 @@
-"""The forecast of a run beside what it measured: the receipt of `outrider advise`.
+"""Compares the forecast of a run with its measurement: the receipt of `outrider advise`.
 
-Decides where forecasts are kept, which one belongs to a run, and how the error is counted. `outrider advise` keeps
+Decides where forecasts are stored, which one belongs to a run, and how the error is computed. `outrider advise` stores
 them; the record of every run has the newest one that matches it.
 """
 
@@ -17,13 +17,13 @@ from outrider.timeline.same_work import AVERAGE_OPTIONS, STEP_OPTIONS
 
 FORECAST = "forecast.json"
 ADVICE = Path("runs") / "advice"
-"""Below the working folder, beside the runs."""
+"""Folder of forecasts, under the working folder beside the runs."""
 SPEED_OPTIONS = (*STEP_OPTIONS, *AVERAGE_OPTIONS)
-"""A forecast is for runs in which these are the same."""
+"""A forecast applies to runs in which these options are equal."""
 
 
 def keep_advice(document: Mapping[str, Any], *, folder: Path | None = None) -> Path:
-    """Keep the forecasts of `outrider advise` for later runs in this working folder."""
+    """Store the forecasts of `outrider advise` for later runs in this working folder."""
     parent = folder or Path.cwd() / ADVICE
     make_folder(parent)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
@@ -45,17 +45,17 @@ def find_forecast(run: Mapping[str, Any], *, folder: Path | None = None) -> dict
 
 
 def open_receipt(folder: RunFolder, run: Mapping[str, Any]) -> None:
-    """At the start of a run: keep its forecast in its folder, where one is known."""
+    """Copy the forecast of a run, if any, to its folder at the start of the run."""
     forecast = find_forecast(run)
     if forecast is not None:
         folder.write_json(FORECAST, forecast)
     else:
-        # That of an earlier run in this folder is not for this one.
+        # The forecast of an earlier run in this folder does not apply to this run.
         (folder.path / FORECAST).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A file that cannot be read is no forecast: it must not keep a run from training."""
+    """Read a forecast; None if the file is unreadable, which must not keep a run from training."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,7 +66,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _is_for(document: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     work = document["workload"]
-    # Both as JSON has them, in which there are no tuples.
+    # Compare both in JSON form, which has no tuples.
     mine, theirs = json.loads(json.dumps(dict(run["options"]), default=str)), work["options"]
     return (
         document["parameters"] == run["parameters"]
@@ -76,13 +76,13 @@ def _is_for(document: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
 
 
 def _cell(cells: Sequence[dict[str, Any]], policy: str, devices: Sequence[str]) -> dict[str, Any] | None:
-    """One device is forecast once, for all policies."""
+    """The matching forecast, if any; a single device has one forecast for all policies."""
     names = list(devices)
     return next((c for c in cells if c["devices"] == names and (c["policy"] == policy or len(names) == 1)), None)
 
 
 def receipt(folder: RunFolder, totals: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The forecast of a run beside what it measured; None for a run without one."""
+    """The forecast of a run with its measurement; None for a run without a forecast."""
     forecast = folder.read_json(FORECAST)
     if forecast is None:
         return None

@@ -1,6 +1,6 @@
-"""Writes the timeline files of a run that has ended, in whatever way; they never make a run fail.
+"""Writes the timeline files of a run, however it ended; they never make a run fail.
 
-Called by whoever ends a run: the handle, a session, or the starter of a script's ranks, after the record.
+Called by the code that ends a run, after the record: the handle, a session, or the starter of a script's ranks.
 """
 
 from __future__ import annotations

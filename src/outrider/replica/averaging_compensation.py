@@ -1,4 +1,4 @@
-"""Compensates for averaging: adds an outer Nesterov step, or scales the learning rate where that was asked for.
+"""Compensates for averaging: adds an outer Nesterov step, or scales the learning rate if requested.
 
 An average of ranks moves only as far as the mean rank, although the samples of all ranks were used. Decides which of
 the two compensates for that, with the reason; docs/log.md has the measurements. Called once per replica.
@@ -15,8 +15,8 @@ from outrider.average.outer import Outer
 from outrider.policy.policies import PolicySpec, policy_spec
 
 BOLD_FROM = 20
-"""Batches of the slowest rank in a window from which "bold" momentum is used: ResNet-20 gained half a point with it in
-windows of 20 (docs/log.md), and windows of 2 and 5 steps spoil training with it (docs/results/learning)."""
+"""Least batches of the slowest rank in a window for "bold" momentum. ResNet-20 gained half a point with it in windows
+of 20 (docs/log.md); with windows of 2 and 5 steps it spoils training (docs/results/learning)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,20 +17,20 @@ BatchSizes = int | tuple[int, ...] | dict[str, int]
 
 
 def sizes_of(value: BatchSizes) -> tuple[int, ...]:
-    """All sizes that occur."""
+    """All batch sizes in the option."""
     if isinstance(value, int):
         return (value,)
     return tuple(value.values()) if isinstance(value, Mapping) else value
 
 
 def mean_size(value: BatchSizes) -> int:
-    """The mean over ranks, as a whole number: what a tick of a schedule and a step of `steps=` count."""
+    """The mean over ranks, as a whole number: the unit of schedule ticks and of `steps=`."""
     sizes = sizes_of(value)
     return max(1, round(sum(sizes) / len(sizes)))
 
 
 def check_batch_size(value: Any, policy: PolicySpec) -> None:
-    """Refuse what is no size, and sizes per rank where ranks share a step."""
+    """Raise for invalid sizes, and for sizes per rank if ranks share steps."""
     sizes: Sequence[Any] = list(value.values()) if isinstance(value, Mapping) else value
     for size in [value] if isinstance(value, int) or not isinstance(sizes, list | tuple) or not sizes else sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:

@@ -28,7 +28,7 @@ class Rates:
         self._written: list[float | None] = [None] * len(self._slots)
 
     def write(self, factor: float) -> None:
-        """Set the rates of the next steps: those of the groups times the factor."""
+        """Set the rates of the next steps: the groups' rates times the factor."""
         for number, (slot, group) in enumerate(zip(self._slots, self._optimizer.param_groups, strict=True)):
             rate = group["lr"]
             if isinstance(rate, Tensor):
@@ -80,7 +80,7 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options that a capture fixes: all of the groups except parameters and rates."""
+    """The options that a capture fixes: all options of the groups except parameters and rates."""
     baked = ("params", "lr", "initial_lr")
     return [{key: value for key, value in group.items() if key not in baked} for group in optimizer.param_groups]
 
@@ -101,7 +101,7 @@ class OptimizerForm:
                 self._move_step(parameter, parameter.device if is_on_device else torch.device("cpu"))
 
     def _move_step(self, parameter: Tensor, device: torch.device) -> None:
-        """Move step counts to the device that the implementation needs; by default torch reads them on the host."""
+        """Move the step count to the device that the implementation needs; by default torch reads it on the host."""
         step = self._optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, Tensor) and step.device != device:
             self._optimizer.state[parameter]["step"] = step.to(device)

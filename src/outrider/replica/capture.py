@@ -1,4 +1,4 @@
-"""Captures work on a CUDA device as a graph, and cleans up after a failure.
+"""Captures work on a CUDA device as a graph, and cleans up after a failed capture.
 
 Decides the stream of captured work, and what a failed capture must undo. `CapturedSteps` decides what is captured.
 """
@@ -17,7 +17,7 @@ from outrider.data.packed_batch import PackedBatch
 
 Work = Callable[[], Any]
 Overlapped = Callable[[], AbstractContextManager[None]]
-"""Opened around a backward pass, during which the sums of its gradients may begin."""
+"""Context around a backward pass, during which the all-reduce of its gradients may begin."""
 
 
 class FasterSteps(Protocol):
@@ -49,8 +49,8 @@ class Uncapturable(Exception):
 class CaptureStream:
     """A side stream for eager work that is captured later, and for the captures.
 
-    Autograd keeps the stream on which a parameter was first used for as long as a loss is kept anywhere; a capture on
-    another stream than that would fail.
+    As long as a loss is kept anywhere, autograd keeps the stream on which a parameter was first used. A capture on a
+    different stream would fail.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class CaptureStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), _own_scratch_memory():
             try:
-                # Other threads, such as background averages, may wait for their own events meanwhile.
+                # Meanwhile other threads, such as background averages, may wait for their own events.
                 graph.capture_begin(pool=self._keeper.pool(), capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
@@ -85,11 +85,11 @@ class CaptureStream:
         return graph
 
     def free(self) -> None:
-        """Give up the memory pool; its memory is free when the graphs that use it are gone."""
+        """Release the memory pool; its memory becomes free when the graphs that use it are gone."""
         self._open_pool()
 
     def _open_pool(self) -> None:
-        """An empty graph that keeps the memory pool alive, because a pool ends with its last graph."""
+        """Create an empty graph that keeps the memory pool alive, because a pool ends with its last graph."""
         self._keeper = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             self._keeper.capture_begin(capture_error_mode="thread_local")
@@ -128,7 +128,7 @@ def _own_scratch_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Raise an error for work that waits for the device, which would fail a capture."""
+    """Raise an error for work that waits for the device, because its capture would fail."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -24,7 +24,7 @@ from outrider.replica.out_of_memory import free_memory
 from outrider.replica.replica import Replica
 
 MAX_GRAPHS = 12
-"""Number of shapes whose graphs are kept; the least recently used is dropped."""
+"""Number of graphs kept; the least recently used is dropped."""
 SIGHTS = 2
 """A shape is captured when it occurs this often; a single last batch is not worth a capture."""
 
@@ -76,7 +76,7 @@ class CapturedSteps:
         self._hyperparameters = hyperparameters(self._replica.optimizer)
 
     def give_up(self, reason: str) -> bool:
-        """Free the memory set aside for graphs. Where there are some, run eagerly from now on; else returns False."""
+        """Free the memory set aside for graphs. If there are any, run eagerly from now on; otherwise return False."""
         has_graphs = bool(self._graphs)
         if has_graphs:
             self.refuse(reason)
@@ -86,11 +86,11 @@ class CapturedSteps:
     # Between segments callbacks may freeze layers, change settings or load states, which graphs would not see.
 
     def sleep(self) -> None:
-        """End of a segment."""
+        """Remember the settings at the end of a segment."""
         self._before_sleep = self._facts()
 
     def wake(self) -> None:
-        """Start of a segment; graphs are dropped if anything has changed since the last one."""
+        """Drop graphs at the start of a segment if anything has changed since the last one."""
         if self._before_sleep is not None and self._facts() != self._before_sleep:
             self.forget()
 
@@ -133,7 +133,7 @@ class CapturedSteps:
     def eager_gradient(
         self, packed_batch: PackedBatch, *, samples: int, overlapped: Overlapped = contextlib.nullcontext
     ) -> None:
-        """A gradient that is not captured, on the stream of those that are."""
+        """Compute an eager gradient, on the stream of the captured ones."""
         compute = self._replica.plain_gradient
         self._stream.run(lambda: compute(packed_batch.batch(), samples=samples, overlapped=overlapped))
 
@@ -150,7 +150,7 @@ class CapturedSteps:
         replica.steps += 1
 
     def _updated(self) -> None:
-        """An eager update; the first one creates the optimizer's state."""
+        """Note an eager update; the first one creates the optimizer's state."""
         if not self._has_updated:
             self.num_warm_ups += 1
         self._has_updated = True
@@ -167,7 +167,7 @@ class CapturedSteps:
     def _update_graph(self) -> _Graph | None:
         if self._refused or self._settings_moved():
             return None
-        # The graph reads gradients at fixed addresses: those of an exchange, or of the captured gradient.
+        # The graph reads gradients at fixed addresses: those of an exchange or of the captured gradient.
         places = tuple(None if p.grad is None else p.grad.data_ptr() for p in self._replica.arena.parameters)
         key = ("update", places)
         return self._kept(key) or self._captured(key, self._capture_update)
@@ -186,7 +186,7 @@ class CapturedSteps:
         graph = _graph_or_refusal(capture)
         if isinstance(graph, str):
             self.refuse(graph)
-            # The step may have failed for want of memory, and its frames hold what it took until they are collected.
+            # The step may have run out of memory, and its frames hold that memory until they are collected.
             free_memory(self._replica.device)
             return None
         self._graphs[key] = graph

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CompiledStep:
-    """Compiled at the first call."""
+    """The step function; it is compiled at the first call."""
 
     def __init__(self, step: StepFunction, *, samples: int) -> None:
         self._plain = step

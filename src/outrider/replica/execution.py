@@ -33,7 +33,7 @@ OnDecision = Callable[[Decision], None]
 def choose_execution(
     replica: Replica, first_batch: Callable[[], PackedBatch], *, samples: int, on_decision: OnDecision
 ) -> Decision:
-    """Set up the replica for the execution of its recipe; `on_decision` is called if that changes later."""
+    """Set up the replica for the execution in its recipe; `on_decision` is called if that changes later."""
     asked = replica.recipe.execution
     if asked == "eager":
         return _decided("eager", "execution=eager was given")
@@ -55,8 +55,8 @@ def _captured(replica: Replica, packed_batch: PackedBatch, samples: int, on_deci
     rehearsal = Rehearsal(replica, packed_batch, samples=samples, stream=stream)
     eager = rehearsal.eager()
     captured = _trial_or_refusal(rehearsal, eager)
-    # The graphs of the trial are gone, but their memory is still set aside for graphs. And the frames of a step that
-    # failed keep its loss, and with it the autograd state of another stream, until they are collected.
+    # The graphs of the trial are gone, but their memory is still reserved for graphs. Also, the frames of a failed step
+    # keep its loss, and with it the autograd state of another stream, until they are collected.
     stream.free()
     free_memory(replica.device)
     if isinstance(captured, str):

@@ -1,7 +1,7 @@
 """Detects parameters that are not finite: a gradient may be NaN or infinite while the loss is finite.
 
 Uses one sum over the flat parameters, which is not finite if any parameter is not, and decides the error message.
-Parameters that are not finite stay so and usually make the next loss not finite, which is checked at every step. So a
+Parameters that are not finite stay so. They usually make the next loss not finite, which is checked at every step. So a
 check before every average is enough on a CPU. Called by the replicas.
 """
 
@@ -29,7 +29,7 @@ class FiniteCheck:
     def __init__(self, arena: Arena) -> None:
         numel = arena.parameter_numel
         self._flats = [flat[: numel[dtype]] for dtype, flat in arena.flats.items() if numel[dtype]]
-        # A parameter that is a mask of -inf is not an error.
+        # A parameter may be a mask of -inf, which is not an error.
         self._is_on = math.isfinite(float(self._sum()))
 
     @torch.no_grad()
@@ -38,7 +38,7 @@ class FiniteCheck:
         return self._sum() if self._is_on else None
 
     def is_finite(self) -> bool:
-        """Waits for a GPU."""
+        """Whether all parameters are finite; waits for a GPU."""
         probe = self.probe()
         return probe is None or math.isfinite(float(probe))
 
@@ -52,7 +52,7 @@ class FiniteCheck:
 
 
 class Checked(Protocol):
-    """The part of a replica that is used here."""
+    """The part of a replica that this module uses."""
 
     finite: FiniteCheck
     arena: Arena
@@ -64,7 +64,7 @@ class Checked(Protocol):
 def check_update(replica: Checked) -> None:
     """Raise an error if parameters are not finite after the last step; its gradients show the cause.
 
-    Where they are gone, as after the `zero_grad` of a user's loop, they are the likely one.
+    If gradients are gone, as after `zero_grad` in a user's loop, they are assumed to be the cause.
     """
     if replica.finite.is_finite():
         return

@@ -1,7 +1,7 @@
-"""Refuses prepared models that another library averages as well: DistributedDataParallel around them.
+"""Rejects prepared models that another library averages as well: those wrapped in DistributedDataParallel.
 
-Decides how such a wrapper is noticed, also where a trainer puts it around the model later. The replica of a user's loop
-calls this; its ranks take unequal numbers of batches, and averages of DDP would wait for batches that never come.
+Decides how to detect such a wrapper, even if a trainer adds it later. Called by the replica of a user's loop. Its ranks
+take unequal numbers of batches, so averages of DDP would wait for batches that never come.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WRAPS = "DistributedDataParallel is around a prepared model: it averages gradie
 
 
 def refuse_wrapped(models: Iterable[nn.Module]) -> None:
-    """Raise if one of the models is wrapped already."""
+    """Raise if one of the models is already wrapped."""
     for model in models:
         if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
             raise ConfigError(_WRAPS, hint="pass the model itself, not the wrapper: s.prepare(model.module, optimizer)")

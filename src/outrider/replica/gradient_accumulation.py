@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches: the gradient is that of the whole batch, with less memory.
+"""Cuts a batch into micro-batches, which give the gradient of the whole batch with less memory.
 
 Decides only where to cut. Handles tensors, tuples, lists, named tuples and dicts whose first dimension is the batch.
 """

@@ -1,7 +1,7 @@
 """Records the matrix products in half precision that a step computes: operation, shapes, layouts.
 
 Decides which operations count as such products: those that cuBLAS computes. A rank on a slice of a GPU checks them
-before training (`slices`). Called at set-up, where a step is tried.
+before training (`slices`). Called at set-up, during a trial step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
-"""In bytes; kernels that read as much at a time are chosen for aligned addresses only."""
+"""In bytes; kernels that read this much at a time are chosen only for aligned addresses."""
 _OPERATIONS = {
     torch.ops.aten.mm.default: "mm",
     torch.ops.aten.addmm.default: "addmm",
@@ -54,7 +54,7 @@ class HalfProduct:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """Shape of the result."""
         left, right = self.operands[-2:]
         return (*left.shape[:-1], right.shape[-1])
 
@@ -64,7 +64,7 @@ class HalfProduct:
 
 
 class ProductRecorder(TorchDispatchMode):
-    """As a context: collects the products of forward and backward passes within it, each once."""
+    """Context manager that collects the products of forward and backward passes within it, each once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class ProductRecorder(TorchDispatchMode):
 
     @property
     def products(self) -> tuple[HalfProduct, ...]:
-        """In the order in which they came first."""
+        """The products, in the order of their first occurrence."""
         return tuple(self._products)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,6 @@
-"""Says what a run changes about learning: a scaled learning rate, or an outer step that the user did not write.
+"""Describes what a run changes about learning: a scaled learning rate, or an outer step that the user did not write.
 
-Decides the wording only. The ranks tell it at the start of a run.
+Decides only the wording. The ranks report it at the start of a run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _KINDS = {"nesterov": "Nesterov", "slowmo": "SlowMo"}
 
 
 def learning_words(compensation: Compensation, *, lr_scale: float | Literal["auto"]) -> str | None:
-    """What is changed, and how to switch it off; None if the user's learning rate and steps are all there is."""
+    """The changes, and how to switch them off; None if the user's learning rate and steps are unchanged."""
     if compensation.follows_ranks:
         return "learning rate scaled by the effective number of ranks (lr_scale=1.0: off)"
     changes = []
@@ -25,5 +25,5 @@ def learning_words(compensation: Compensation, *, lr_scale: float | Literal["aut
 
 
 def joined_words(*parts: str | None) -> str | None:
-    """Parts of the line at the start of a run; None without any."""
+    """Join parts of the line at the start of a run; None if there are none."""
     return "; ".join(part for part in parts if part) or None

@@ -112,7 +112,7 @@ class LoopReplica:
 
     @property
     def can_overlap(self) -> bool:
-        """Scaled gradients are averaged when they are unscaled, and accumulated ones when they are whole."""
+        """Whether the all-reduce may overlap: scaled gradients must be unscaled first, accumulated ones complete."""
         return not self.scales_gradients and all(one.grad is None for one in self.arena.parameters)
 
     @property
@@ -120,7 +120,7 @@ class LoopReplica:
         return self.scaler is not None and self.scaler.is_enabled
 
     def lay_out(self, *, changing: Collection[str], trained: Collection[str] | None) -> None:
-        """Lay out anew what takes part in averages, after tensors were frozen or thawed."""
+        """Rebuild the layout of averages after tensors were frozen or thawed."""
         self.arena = self.arena.relaid(self.model, changing=changing, trained=trained)
         self.finite = FiniteCheck(self.arena)
 
@@ -147,10 +147,10 @@ class LoopReplica:
         self.check_loss()
 
     def forget_captures(self) -> None:
-        """Nothing is captured in a user's loop."""
+        """Do nothing: a user's loop has no captured steps."""
 
     def _watch_update(self) -> None:
-        """After an update: raise an error if it was not finite; on a GPU this is deferred to `check_loss`."""
+        """Raise an error if the update was not finite; on a GPU this is deferred to `check_loss`."""
         if self.device.type == "cpu":
             # The next loss that the user passes would show it.
             if not self.loss_sums.has_losses:
@@ -162,7 +162,7 @@ class LoopReplica:
     # For a checkpoint
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide which samples and steps come next; batches are the user's business."""
+        """The settings that decide which samples and steps come next; the user is responsible for batches."""
         return {
             "seed": self.recipe.seed,
             "policy": self.recipe.policy_spec.name,
@@ -174,12 +174,12 @@ class LoopReplica:
         }
 
     def state(self) -> dict[str, Any]:
-        """What this rank alone knows: optimizers, schedules, random state, steps."""
+        """The state of this rank: optimizers, schedules, random state, steps."""
         return {
             "random": randomness.saved_state(self.device),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            # In the middle of a pass the user may be accumulating.
+            # The user may be accumulating gradients in the middle of a pass.
             "gradients": [parameter.grad for parameter in self.arena.parameters],
             "ticks": self.ticks,
             "counts": self.counts.state(),
@@ -189,7 +189,7 @@ class LoopReplica:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """All but the random state: the user may draw before the loop goes on."""
+        """Restore all but the random state, because the user may draw random numbers before the loop continues."""
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
@@ -203,7 +203,7 @@ class LoopReplica:
             self.scaler.restore(state["scaler"])
 
     def _parameters_of(self, state: dict[str, Any]) -> list[nn.Parameter]:
-        """The parameters whose gradients were saved: older checkpoints have those of frozen ones as well."""
+        """The parameters whose gradients were saved; older checkpoints include frozen parameters."""
         if "trained" in state:
             return self.arena.parameters
         layout = ArenaLayout(self.model, takes_all=True)
@@ -221,20 +221,20 @@ class LoopReplica:
         if self.scaler is not None:
             self.scaler.release()
 
-    # Steps as the session takes them for the user
+    # Steps that the session takes for the user
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass, from the scaled loss where there is a scaler."""
+        """Run the backward pass, from the scaled loss if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scaled(loss)).backward()
 
     def saw_loss(self, loss: torch.Tensor, samples: int) -> None:
-        """A backward pass ended; on a CPU raises if its loss was not finite."""
+        """Record the loss of a backward pass; on a CPU, raise if it was not finite."""
         self.losses.add(unscaled_loss(loss), samples, self.steps)
         if self.device.type == "cpu":
             self.check_loss()
 
     def step_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """The same as `step`, unless a scaler has several optimizers: its update would come too early for the next."""
+        """Like `step`, but raises if several optimizers share a scaler: its update would precede the other steps."""
         if self.scaler is not None and len(self.optimizers) > 1:
             raise ConfigError(
                 f"{len(self.optimizers)} optimizers share one GradScaler, which is updated once after all of them",
@@ -243,16 +243,16 @@ class LoopReplica:
         self.step(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer, through the scaler where there is one."""
+        """Step the optimizer, through the scaler if there is one."""
         if self.scaler is None:
             optimizer.step()
         else:
             self.scaler.step(optimizer)
 
-    # Hooks around every step of an optimizer, also those that the user calls.
+    # Hooks around every step of an optimizer, including those that the user calls.
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # The arguments of `step` begin with the optimizer itself.
+        # The first argument of `step` is the optimizer itself.
         if any(given is not None for given in (*args[1:], *kwargs.values())):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() was given a closure, whose gradients nobody would average",
@@ -278,7 +278,7 @@ class LoopReplica:
         self._watch_update()
 
     def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step begins, or a GradScaler skipped it; the steps of the first optimizer count."""
+        """Count a step that begins or that a GradScaler skipped; only steps of the first optimizer count."""
         self.losses.saw_step()
         if optimizer is self.optimizers[0]:
             self.counts.saw_step(self.at)
@@ -292,7 +292,7 @@ class LoopReplica:
             self.ticks += 1
 
     def go_on_from(self, ticks: int) -> None:
-        """Schedules were at so many ticks when the user saved them; he has loaded their states himself."""
+        """Continue at the tick at which schedules were saved; raises unless the user has loaded their states."""
         for scheduler in self.schedulers:
             if scheduler.last_epoch != ticks:
                 raise ConfigError(
@@ -304,7 +304,7 @@ class LoopReplica:
 
 
 def refuse_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a step outside of batches(), which no other rank would share."""
+    """Raise for a step outside of batches(), which no other rank would share."""
     raise ConfigError(
         f"{type(optimizer).__name__}.step() was called outside of the batches() loop, where nothing is averaged",
         hint="call it inside `for batch in s.batches(dataset, batch_size=64):`",
@@ -312,13 +312,13 @@ def refuse_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move state that was loaded before the model moved to the model's device."""
+    """Move optimizer state that was loaded before the model moved to its device."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _check_owned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers with parameters of no prepared model, or gradients of their own: they would not be averaged."""
+    """Raise if an optimizer has parameters of no prepared model, or computes its own gradients: neither is averaged."""
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         refuse_closures(optimizer)

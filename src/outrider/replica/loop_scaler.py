@@ -1,7 +1,7 @@
-"""A `GradScaler` in a user's loop: all ranks of a shared step skip it together, and losses are told unscaled.
+"""A `GradScaler` in a user's loop: all ranks of a shared step skip it together, and losses are reported unscaled.
 
-Decides when scaled gradients are averaged: after they are unscaled and before the scaler looks for infinities, so that
-ranks may have different scales. The user's loop decides what is shared. Made by `prepare()` for the user's own scaler.
+Decides when scaled gradients are averaged: after unscaling and before the scaler checks for infinities, so that ranks
+may have different scales. The user's loop decides what is shared. `prepare()` creates it for the user's own scaler.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _UNSCALED = "_outrider_unscaled"
 
 
 class LoopScaler:
-    """The prepared scaler of a user's loop; `release` gives it back as it was."""
+    """The prepared scaler of a user's loop; `release` restores the original scaler."""
 
     def __init__(self, scaler: GradScaler, *, device: torch.device) -> None:
         self._scaler = scaler
         self._device = device
         self.average: Callable[[torch.optim.Optimizer], bool | None] = lambda optimizer: None
-        """Average unscaled gradients, if the step is shared; whether those of any rank were not finite."""
+        """Averages unscaled gradients if the step is shared; returns whether those of any rank were not finite."""
         self.on_skipped: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self._kind = type(scaler)
         methods = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
@@ -36,20 +36,20 @@ class LoopScaler:
         return self._scaler.is_enabled()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from; one that the user scaled already is returned unchanged."""
+        """The loss for the backward pass; a loss that the user already scaled is returned unchanged."""
         return loss if hasattr(loss, _UNSCALED) else self._scaler.scale(loss)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step and update, as users write it."""
+        """Step and update, like a user's loop."""
         self._scaler.step(optimizer)
         self._scaler.update()
 
     @contextmanager
     def unscaled(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Gradients without this rank's scale, for an average in the middle of their accumulation."""
+        """Remove this rank's scale from gradients within the context, to average them during accumulation."""
         scale = self._scaler.get_scale()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        # Scales are powers of two, so nothing is lost.
+        # Scales are powers of two, so no precision is lost.
         torch._foreach_mul_(gradients, 1 / scale)
         yield
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -77,7 +77,7 @@ class LoopScaler:
         if not scaler.is_enabled():
             return
         if scaler._scale is None:
-            # A rank that steps without a batch of its own has scaled nothing.
+            # A rank that steps without its own batch has scaled nothing.
             scaler._lazy_init_scale_growth_tracker(self._device)
         self._kind.unscale_(scaler, optimizer)
         has_overflow = self.average(optimizer)
@@ -89,7 +89,7 @@ class LoopScaler:
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._kind.step(scaler, optimizer, *args, **kwargs)
-        # Optimizers that unscale by themselves would do so after the average.
+        # Optimizers that unscale themselves would do so after the average.
         if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(optimizer)
         num_steps = _Count()
@@ -123,5 +123,5 @@ def unscaled_loss(loss: Tensor) -> Tensor:
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the scaler's class that ignores `self`: there is one class per prepared scaler."""
+    """A method of the scaler's class that ignores `self`, because each prepared scaler has its own class."""
     return lambda scaler, *args, **kwargs: function(*args, **kwargs)

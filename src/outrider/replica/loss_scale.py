@@ -1,8 +1,8 @@
-"""Scales losses for fp16, whose small gradients would be zero, and finds the steps whose gradients overflowed.
+"""Scales losses for fp16, in which small gradients would be zero, and detects steps whose gradients overflowed.
 
-Decides the scale: halved at an overflow, doubled after many steps without one, as torch's GradScaler does. Gradients
-are unscaled before they are averaged or clipped, so ranks may have different scales. Whether a step is skipped is the
-replica's decision for local steps, and that of all ranks together for shared ones. Waits for a GPU at every step.
+Decides the scale: halved at an overflow, doubled after many steps without one, as in torch's GradScaler. Gradients are
+unscaled before they are averaged or clipped, so ranks may have different scales. The replica decides whether to skip a
+local step; all ranks together decide it for a shared step. Waits for a GPU at every step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS_TO_GROW = 2_000
 
 
 class LossScale:
-    """The scale of one rank; a power of two, so that scaling loses nothing."""
+    """The scale of one rank; a power of two, so that scaling loses no precision."""
 
     def __init__(self) -> None:
         self.value = FIRST_SCALE
@@ -35,7 +35,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, and see whether all are finite."""
+        """Divide gradients by the scale, and check whether all are finite."""
         dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
         self.has_overflow = False
         if not dense:
@@ -46,17 +46,17 @@ class LossScale:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether gradients overflowed although the loss was not enlarged: then they are wrong, not large."""
+        """Whether gradients overflowed although the loss was not scaled up: then they are wrong, not just large."""
         return self.has_overflow and self.value <= 1.0
 
     def took_step(self) -> None:
-        """After a step that counted."""
+        """Count a step that was taken; may double the scale."""
         self._num_good += 1
         if self._num_good >= STEPS_TO_GROW:
             self.value, self._num_good = self.value * 2, 0
 
     def skipped_step(self) -> None:
-        """After a step that did not count, because of this rank's gradient or another's."""
+        """Count a step skipped because of any rank's gradient; halves the scale if this rank's overflowed."""
         self.num_skipped += 1
         if self.has_overflow:
             self.value, self._num_good = self.value / 2, 0

@@ -1,9 +1,9 @@
-"""Finds the largest micro-batch that fits the memory of a device, by trial steps that are put back afterwards.
+"""Finds the largest micro-batch that fits in a device's memory, by trial steps that are undone afterwards.
 
-Decides which sizes are tried: the whole batch, then halves of it until one fits, then sizes between that and the last
-that did not. A margin stays free, for fragments and for batches whose samples are larger, and what averages allocate
-later is held meanwhile. Called once per rank, before training, where `micro_batch` is "auto" and the device says when
-its memory runs out.
+Decides which sizes to try: the whole batch, then halves of it until one fits, then sizes between that and the last one
+that did not. A margin stays free for fragmentation and for batches with larger samples. The memory that averages
+allocate later is reserved meanwhile. Called once per rank, before training, if `micro_batch` is "auto" and the device
+reports when its memory runs out.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from outrider.replica.replica import Replica
 from outrider.replica.snapshot import Snapshot
 
 MARGIN = 0.1
-"""Part of the largest micro-batch that is left free."""
+"""Part of the largest micro-batch left free."""
 PRECISION = 8
 """The search ends when the range is smaller than this part of the size that fits."""
 
 
 def find_micro_batch(replica: Replica, batch: Any, *, samples: int, later_bytes: int = 0) -> Decision | None:
-    """Set the replica's limit; None if whole batches fit. What fails for other reasons fails in training too.
+    """Set the replica's limit; None if whole batches fit. Steps that fail for other reasons fail in training too.
 
-    `later_bytes` are allocated after the search, and so are not free in training.
+    `later_bytes` are allocated after the search, so they are not free in training.
     """
     largest = replica.micro_batches.counts(samples)[0]
     trial = _Trial(replica, batch, samples=samples, later_bytes=later_bytes)
@@ -69,7 +69,7 @@ def _between(trial: _Trial, fitting: int, failing: int) -> int:
 
 
 class _Trial:
-    """Gradients of one replica at several sizes; loss sums and logged scalars of the trials are thrown away."""
+    """Computes gradients of one replica at several sizes; discards loss sums and logged scalars of the trials."""
 
     def __init__(self, replica: Replica, batch: Any, *, samples: int, later_bytes: int) -> None:
         self._replica = replica
@@ -82,22 +82,22 @@ class _Trial:
         replica.loss_sums, replica.logged_scalars = LossSums(replica.device), LoggedScalars()
 
     def warm_up(self) -> None:
-        """One update, so that the optimizer's state takes its memory in the trials as in training."""
+        """Take one update, so that the optimizer's state occupies memory in the trials as in training."""
         if self.fits(min(2, self._samples)):
             self._replica.update(at=0)
 
     def fits(self, size: int) -> bool | None:
-        """None if the step fails for another reason: at the size of training the first step reports it."""
+        """Whether a gradient of this size fits; None if it fails for another reason, which training will report."""
         try:
             self._replica.optimizer.zero_grad(set_to_none=True)
             if size < self._samples:
-                # The gradient of the micro-batches before it lies beside the activations.
+                # The gradient of earlier micro-batches occupies memory beside the activations.
                 self._add_gradient(min(2, size))
             self._add_gradient(size)
             return True
         except OutriderError as error:
             found = False if is_out_of_memory(error) else None
-        # The exception is gone here, and with it the frames that held the activations.
+        # The exception is gone here, and so are the frames that held the activations.
         free_memory(self._replica.device)
         return found
 
@@ -114,7 +114,7 @@ class _Trial:
 
 
 def _held(num_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """None where not even these fit: then the trials cannot say more than that nothing fits."""
+    """Reserve memory; None if not even this fits, and then the trials can only find that nothing fits."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:

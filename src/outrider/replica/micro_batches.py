@@ -1,7 +1,7 @@
 """The sizes of the micro-batches in which a rank computes its batches, so that each fits the memory of its device.
 
-Decides how many samples are computed at once: as given, or whole batches until memory runs out. The gradient is that of
-the whole batch whatever the sizes. Does not cut data and does not free memory. Called by the replica.
+Decides how many samples are computed at once: as given, or whole batches until memory runs out. For any sizes, the
+gradient is that of the whole batch. Does not cut data and does not free memory. Called by the replica.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MicroBatches:
         self._least = min(2, max(1, batch_size // accumulate))
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """The samples of each micro-batch of a batch: nearly equal, so that the last one is not a short rest."""
+        """The samples of each micro-batch of a batch: nearly equal, so that the last one is not much shorter."""
         parts = max(1, min(self._accumulate, samples // self._least))
         if self.limit is not None:
             parts = max(parts, -(-samples // self.limit))
@@ -43,7 +43,7 @@ class MicroBatches:
 
 
 def check_micro_batch(value: object) -> None:
-    """Refuse all but a whole number, "auto", or a tuple of them."""
+    """Raise for anything but a whole number, "auto", or a tuple of them."""
     values = value if isinstance(value, tuple) else (value,)
     for one in values:
         is_number = isinstance(one, int) and not isinstance(one, bool) and one >= 1
@@ -55,7 +55,7 @@ def check_micro_batch(value: object) -> None:
 
 
 def check_one_per_rank(name: str, values: Sequence[object], *, world_size: int) -> None:
-    """Refuse a list with another number of values than there are ranks."""
+    """Raise if a list does not have one value per rank."""
     if len(values) != world_size:
         raise ConfigError(
             f"{name} has {len(values)} values for {world_size} rank{'' if world_size == 1 else 's'}",

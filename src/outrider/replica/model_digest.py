@@ -1,6 +1,6 @@
-"""A digest of a model's bits, which tells whether two models are the same without keeping either.
+"""A digest of a model's bits, which tells whether two models are equal without keeping either.
 
-Called where schedules are recorded, and by the replay that compares.
+Called when schedules are recorded, and by the replay that compares.
 """
 
 from __future__ import annotations

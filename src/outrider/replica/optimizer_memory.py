@@ -1,6 +1,6 @@
-"""How much state an optimizer will keep, before its first step.
+"""Predicts how much state an optimizer will keep, before its first step.
 
-Decides from the optimizer's class and settings; of a class that is not known, only what is there already. Called before
+Decides from the optimizer's class and settings; for unknown classes it counts only existing state. Called before
 training.
 """
 
@@ -47,6 +47,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def present_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state that it has already, as that of a checkpoint that was loaded."""
+    """Bytes of existing state, such as that of a loaded checkpoint."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in values if isinstance(value, Tensor))

@@ -16,25 +16,25 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionInfo:
-    """One option in words; every option is one of `train()` and of `Ddp.builder()`."""
+    """One option in words; `train()` and `Ddp.builder()` take every option."""
 
     meaning: str
-    """One sentence: for the builder and the docs."""
+    """One sentence for the builder and the docs."""
     details: str = ""
-    """More, for the docs only."""
+    """Further text, only for the docs."""
     shown_default: str | None = None
-    """The default as the docs show it, where its value does not say it."""
+    """The default as shown in the docs, if its value is not clear by itself."""
     in_session: bool = False
-    """`Session()` takes it as well."""
+    """Whether `Session()` takes it as well."""
     on_command_line: bool = True
-    """Benchmarks take it with `--set`; not for objects, and not where a benchmark decides it."""
+    """Whether benchmarks take it with `--set`; not for objects, nor for values that a benchmark decides."""
     is_object: bool = False
-    """An object or function of the user, not a plain value."""
+    """Whether it is an object or function of the user, not a plain value."""
     holds_code: bool = False
-    """Its value may be or contain a function of the user."""
+    """Whether its value may be or contain a function of the user."""
     may_differ: bool = False
-    """It need not be equal on all ranks: it says where a rank runs, what its host offers, how one device takes a step,
-    or what one rank does at the end of an epoch."""
+    """Whether it may differ between ranks: it says where a rank runs, what its host offers, how one device takes a
+    step, or what one rank does at the end of an epoch."""
 
 
 _KINDS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def _read_infos() -> dict[str, OptionInfo]:
 
 
 OPTION_INFOS = _read_infos()
-"""By name, in the order of the docs; a test compares the names with the fields of Recipe and RunConfig."""
+"""Options by name, in the order of the docs; a test compares the names with the fields of Recipe and RunConfig."""
 
 
 def options_where(kind: type, holds: Callable[[OptionInfo], bool]) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""Notices steps of optimizers that were not given to `prepare()`, which nobody averages.
+"""Detects steps of optimizers that were not given to `prepare()` and are not averaged.
 
 Decides whether such an optimizer trains parameters of the prepared models, or others. Does not decide what happens
-then. Called by the replica of a user's loop; the loop looks after every batch.
+then. Called by the replica of a user's loop; the loop checks after every batch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class OtherOptimizers:
         self._prepared = {id(optimizer) for optimizer in prepared}
         self._parameters = parameters
         self.is_nested = False
-        """Whether a prepared optimizer is stepping, which may be made of others."""
+        """Whether a prepared optimizer is stepping; it may consist of other optimizers."""
         self.in_prepared: Optimizer | None = None
-        """One that trains parameters of a prepared model, with the batch in hand."""
+        """An optimizer that trained parameters of a prepared model with the current batch."""
         self.apart: Optimizer | None = None
-        """One that trains no such parameter."""
+        """An optimizer that trains no such parameter."""
         self._hook = register_optimizer_step_pre_hook(self._step_begins)
 
     def forget(self) -> None:
-        """A new batch begins."""
-        # A step that failed has not come to its end.
+        """Reset for a new batch."""
+        # A failed step has not reset this flag.
         self.in_prepared, self.is_nested = None, False
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Recognizes that a device is out of memory, frees what a failed step took, and says how much there was.
+"""Detects that a device is out of memory, frees the memory of a failed step, and reports how much there was.
 
 Decides nothing about micro-batches. Called by `retaken_step` and by the search for a micro-batch.
 """
@@ -9,7 +9,7 @@ import gc
 
 import torch
 
-# torch has no exception of its own for the host: its allocators raise a RuntimeError, each with words of its own.
+# torch has no exception class for host memory: each allocator raises a RuntimeError with its own message.
 _HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 HINT = (
     "use a device with more memory, a smaller model or shorter samples, precision='bf16', or activation checkpointing "
@@ -32,14 +32,14 @@ def _is_of_host(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what no tensor uses; call it when the failed step's exception, whose frames hold tensors, is gone."""
+    """Free unused memory; call it once the failed step's exception, whose frames hold tensors, is gone."""
     gc.collect()
     if device.type in ("cuda", "xpu", "mps"):
         torch.get_device_module(device).empty_cache()
 
 
 def memory_words(device: torch.device) -> str:
-    """How much memory a device has, as the end of a sentence; empty where torch does not know."""
+    """How much memory a device has, as the end of a sentence; empty if torch does not know."""
     if device.type != "cuda":
         return ""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

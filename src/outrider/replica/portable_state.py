@@ -2,7 +2,7 @@
 
 Decides which objects a checkpoint can contain (host copies that `weights_only=True` can load), which may be sent to
 another rank as JSON with tensors by shape, stride and dtype, and which settings of this run are kept on resume. All
-other objects are refused, so that no rank ever loads a pickle of another process. Called by checkpoints, by
+other objects raise an error, so that no rank ever loads a pickle of another process. Called by checkpoints, by
 `state_transfer` and by both kinds of replica.
 """
 
@@ -54,7 +54,7 @@ def num_bytes(state: Any) -> int:
 
 
 class _Copier:
-    """Copies a state; a tensor that occurs twice is one tensor in the copy too."""
+    """Copies a state; a tensor that occurs twice is also one tensor in the copy."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}
@@ -278,11 +278,11 @@ def _tensor_devices(group: dict[str, Any]) -> dict[str, torch.device]:
 
 _COMPARED = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad")
 _SCHEDULED = ("momentum", "betas")
-"""What some schedules change too."""
+"""Settings that some schedules change as well."""
 
 
 def other_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> list[str]:
-    """Settings of an optimizer, in words, that a saved state is about to replace by others."""
+    """Settings of an optimizer, in words, that a saved state is about to change."""
     found: dict[str, None] = {}
     for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         is_scheduled = "initial_lr" in group and "initial_lr" in before

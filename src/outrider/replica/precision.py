@@ -1,6 +1,6 @@
 """The precision of forward and backward on each rank: fp32, bf16, or fp16 with loss scaling.
 
-Decides what "auto" means on a device, and refuses fp16 where torch cannot compute it. Parameters, optimizer state and
+Decides what "auto" means on a device, and rejects fp16 if torch cannot compute it. Parameters, optimizer state and
 averages stay in the model's own dtype, so ranks may differ. Called when a replica is created.
 """
 
@@ -16,7 +16,7 @@ from outrider.policy.effects import Decision
 
 PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 NATIVE_BF16 = (8, 0)
-"""The compute capability from which on cards compute bf16 natively."""
+"""Cards compute bf16 natively from this compute capability on."""
 FP16_TENSOR_CORES = (7, 0)
 
 Precision = str | tuple[str, ...]
@@ -24,7 +24,7 @@ Precision = str | tuple[str, ...]
 
 
 def check_precision(value: Any) -> None:
-    """Refuse all but the known names."""
+    """Raise for unknown names."""
     for one in value if isinstance(value, tuple) else (value,):
         if one not in PRECISIONS:
             close = nearest(str(one), PRECISIONS)
@@ -59,7 +59,7 @@ def _best(device: torch.device, name: str) -> Decision:
 
 
 def _has_fp16(device: torch.device) -> bool:
-    """Where the dtype is not supported, torch warns and computes without autocast."""
+    """Whether torch has fp16 autocast on this device; if not, it only warns and computes without autocast."""
     if not torch.amp.is_autocast_available(device.type):
         return False
     with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""What the life of a rank needs of a replica, whoever takes its steps.
+"""The interface of a replica that `RankLife` needs, independent of what takes the steps.
 
-`Replica` takes its own steps, eagerly, compiled or captured. In a `LoopReplica` the user's loop takes them.
+`Replica` takes its own steps: eager, compiled or captured. In a `LoopReplica` the user's loop takes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankReplica(Protocol):
 
     @property
     def can_overlap(self) -> bool:
-        """Whether gradients may be summed while the backward pass is still at work on others."""
+        """Whether the all-reduce of gradients may begin while the backward pass still computes others."""
         ...
 
     def saw_ranks(self, effective_ranks: float) -> None: ...
@@ -65,11 +65,11 @@ class RankReplica(Protocol):
     def forget_captures(self) -> None: ...
 
     def identity(self) -> dict[str, Any]:
-        """The settings that must be the same for a resumed run to make sense."""
+        """The settings that must be equal in a resumed run."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What this rank alone knows, for a checkpoint."""
+        """The state of this rank, for a checkpoint."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""The recipe of a training: model, optimizer, data and all options that training and the lab share.
+"""The recipe of a training run: model, optimizer, data and all options that training and the lab share.
 
 Decides which values are valid; every value is checked here once and trusted afterwards.
 """
@@ -44,14 +44,14 @@ CALLED_WITH = {
     "epoch_start": ("context",),
     "epoch_end": ("context",),
 }
-"""What the functions of a run are called with."""
+"""The arguments of the user's functions."""
 EXECUTIONS = ("auto", "eager", "compile", "graph")
 MEMORY_FORMATS = ("auto", "channels_last", "contiguous")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopRecipe:
-    """How ranks learn together, whoever takes the steps; `OPTION_INFOS` says what each option means."""
+    """How ranks learn together, in `train()` and in a user's loop; `OPTION_INFOS` explains each option."""
 
     policy: str | PolicySpec = DEFAULT_POLICY
     lr_scale: float | Literal["auto"] = 1.0
@@ -99,15 +99,15 @@ class LoopRecipe:
 
     @property
     def policy_spec(self) -> PolicySpec:
-        """What the policy is: its row in the table, or the user's own."""
+        """The declaration of the policy: its row in the table, or the user's own."""
         return policy_spec(self.policy)
 
     def step_samples(self, world_size: int, *, batch_size: int) -> int:
-        """Samples of all ranks in one step: in `sync` one batch of every rank."""
+        """Samples of all ranks in one step; in `sync` one batch of every rank."""
         return self.policy_spec.step_samples(batch_size, world_size)
 
     def own_batch_size(self, rank: int, *, batch_size: int) -> int:
-        """The batch size of one rank, where all have `batch_size` or that on average."""
+        """The batch size of one rank, when `batch_size` is that of all ranks or their mean."""
         return batch_size
 
     def planner_config(self, world_size: int, *, batch_size: int) -> PlannerConfig:
@@ -156,7 +156,7 @@ class Recipe(LoopRecipe):
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        # A dataclass with slots is made anew, so `super()` without arguments would not find its class.
+        # A dataclass with slots creates a new class, so `super()` without arguments would not find it.
         LoopRecipe.__post_init__(self)
         check_precision(self.precision)
         check_choice("execution", self.execution, EXECUTIONS)
@@ -192,11 +192,11 @@ class Recipe(LoopRecipe):
 
     @property
     def mean_batch_size(self) -> int:
-        """The batch size, or its mean over ranks: what ticks of a schedule and `steps` count."""
+        """The batch size, or its mean over ranks: the unit of schedule ticks and of `steps`."""
         return mean_size(self.batch_size)
 
     def with_devices(self, devices: Sequence[str]) -> Recipe:
-        """The same with batch sizes in the order of devices, where they were given by name."""
+        """The same recipe with batch sizes in the order of devices, if they were given by name."""
         if not isinstance(self.batch_size, dict):
             return self
         return replace(self, batch_size=by_rank(self.batch_size, devices))
@@ -210,7 +210,7 @@ class Recipe(LoopRecipe):
         return replace(config, batch_sizes=self.batch_size) if isinstance(self.batch_size, tuple) else config
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse lists with another number of values than there are ranks."""
+        """Raise if a list does not have one value per rank."""
         if isinstance(self.batch_size, tuple):
             check_one_per_rank("batch_size", self.batch_size, world_size=world_size)
         for name in ("micro_batch", "precision"):
@@ -258,7 +258,7 @@ def refuse_two_lengths(names: Sequence[str]) -> NoReturn:
 OBJECTS = options_where(Recipe, lambda info: info.is_object)
 """Options that are objects of the user, not plain values."""
 SENT_BY_NAME = options_where(Recipe, lambda info: info.holds_code)
-"""Each is sent to the ranks by its name, so that errors can name it."""
+"""Options sent to the ranks one by one, so that errors can name them."""
 
 
 def plain(recipe: LoopRecipe) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def plain(recipe: LoopRecipe) -> dict[str, Any]:
 
 
 def settings(recipe: LoopRecipe) -> dict[str, Any]:
-    """The same for `config.json`."""
+    """The plain values of a recipe for `config.json`."""
     outer = recipe.outer if recipe.outer == "auto" else asdict(recipe.outer)
     return plain(recipe) | {"policy": recipe.policy_spec.name, "outer": outer}
 
@@ -313,7 +313,7 @@ def check_callable(name: str, value: object) -> None:
     try:
         signature = inspect.signature(value).replace(return_annotation=inspect.Signature.empty)
     except (TypeError, ValueError):
-        return  # some that are written in C have none
+        return  # some functions written in C have no signature
     try:
         signature.bind(*arguments)
     except TypeError:

@@ -89,17 +89,17 @@ class Replica:
 
     @property
     def num_warm_ups(self) -> int:
-        """Counts steps that do not measure speed: something was captured or warmed up in them, or they came twice."""
+        """Counts steps that do not measure speed: they captured or warmed up something, or were taken twice."""
         return self._retaken.num_retaken + (0 if self.captured is None else self.captured.num_warm_ups)
 
     def use_channels_last(self) -> None:
-        """Change the memory format of convolutions; before the layout of the arena is used."""
+        """Change the memory format of convolutions; call it before the layout of the arena is used."""
         to_channels_last(self.model)
         self.arena = Arena(self.model)
         self.finite = FiniteCheck(self.arena)
 
     def lay_out(self, *, changing: Collection[str], trained: Collection[str] | None) -> None:
-        """Lay out anew what takes part in averages, after tensors were frozen or thawed."""
+        """Rebuild the layout of averages after tensors were frozen or thawed."""
         self.arena = self.arena.relaid(self.model, changing=changing, trained=trained)
         self.finite = FiniteCheck(self.arena)
         self.forget_captures()
@@ -116,8 +116,8 @@ class Replica:
     def gradient(self, data: Any, *, samples: int, overlapped: Overlapped | None = None) -> None:
         """Forward and backward; afterwards every used parameter holds its gradient.
 
-        `overlapped` is entered around a single backward pass: gradients may then be summed before it ends. That saves
-        more than a capture, whose gradients are complete only at its end, so such a gradient is computed eagerly.
+        `overlapped` is entered around a single backward pass, so that the all-reduce may begin before it ends. This
+        saves more than a capture, whose gradients are complete only at its end. So such a gradient is computed eagerly.
         """
         if self.captured is None:
             self.plain_gradient(unpacked(data), samples=samples, overlapped=overlapped or nullcontext)
@@ -133,13 +133,13 @@ class Replica:
         self.optimizer.zero_grad(set_to_none=True)
 
     def update(self, *, at: int) -> None:
-        """The optimizer's step at the learning rate that belongs to `at`."""
+        """The optimizer's step at the learning rate for position `at`."""
         if self.captured is None:
             self.plain_update(at=at)
         else:
             self.captured.update(at=at)
 
-    # The same, eagerly.
+    # Eager steps.
 
     def plain_step(self, batch: Any, *, samples: int, at: int) -> None:
         self.plain_gradient(batch, samples=samples)
@@ -159,7 +159,7 @@ class Replica:
             self.check_loss()
 
     def compute_gradient(self, batch: Any, *, samples: int, overlapped: Overlapped = nullcontext) -> None:
-        """Forward and backward, without any wait for the device."""
+        """Forward and backward, without waiting for the device."""
         try:
             self._backward(batch, samples, overlapped)
         except OutriderError:
@@ -168,7 +168,7 @@ class Replica:
             raise self._step_error(error) from error
 
     def clip(self) -> None:
-        """Part of the update, so that a shared step clips the gradient of the whole batch, as one device does."""
+        """Clip gradients in the update, so that a shared step clips that of the whole batch, as one device does."""
         if self.recipe.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.arena.parameters, self.recipe.max_grad_norm)
 
@@ -184,7 +184,7 @@ class Replica:
             self.loss_scale.took_step()
 
     def skip_update(self, *, at: int) -> None:
-        """Leave parameters and optimizer as they are, because a gradient overflowed here or on another rank."""
+        """Leave parameters and optimizer unchanged, because a gradient overflowed on this or another rank."""
         self.follow_schedule(at)
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
@@ -230,7 +230,7 @@ class Replica:
                 part = loss if count == samples else loss * (count / samples)
                 (part if self.loss_scale is None else self.loss_scale.scaled(part)).backward()
                 losses.append((loss.detach(), count))
-        # Only now: a micro-batch that runs out of memory has the whole batch taken again.
+        # Added only now: if a micro-batch runs out of memory, the whole batch is repeated.
         for loss, count in losses:
             self.loss_sums.add(loss, count, self.steps)
         scalars.count_in(self.logged_scalars)
@@ -261,13 +261,13 @@ class Replica:
         return autocast(self.precision, self.device)
 
     def watch_update(self) -> None:
-        """After an update: on a GPU record whether it was finite; on a CPU the next loss shows it."""
+        """Record on a GPU whether the update was finite; on a CPU the next loss shows it."""
         if self.device.type != "cpu":
             self.loss_sums.at(self.steps - 1)
             self.mark_update()
 
     def mark_update(self) -> None:
-        """The same on a GPU for the current step of the loss sums, without waiting; part of a captured step."""
+        """Record whether the update of the current step was finite, without waiting; part of a captured step."""
         probe = self.finite.probe()
         if probe is not None:
             self.loss_sums.saw_update(probe)
@@ -281,7 +281,7 @@ class Replica:
         refuse_bad(self.loss_sums.bad_steps(), self)
 
     def watch_loss(self) -> None:
-        """The same without waiting: on a GPU it checks the losses up to the previous call."""
+        """Like `check_loss`, but without waiting: on a GPU it checks the losses up to the previous call."""
         refuse_bad(self.loss_sums.bad_steps_so_far(), self)
 
     def follow_schedule(self, at: int) -> None:
@@ -307,7 +307,7 @@ class Replica:
     def evaluate(self, data: Any) -> float:
         """The user's evaluation of one batch, in evaluation mode."""
         assert self.recipe.evaluate is not None
-        # Not as a decorator, whose frame would be shown with errors in it.
+        # Not a decorator, because its frame would show up in the tracebacks of errors.
         with torch.no_grad(), evaluating([self.model]), self.autocast():
             value = self.call_user("evaluate", self.recipe.evaluate, self.model, data)
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -333,7 +333,7 @@ class Replica:
 
     @property
     def can_overlap(self) -> bool:
-        """Gradients of one backward pass, with hooks of its own, that nobody changes before they are summed."""
+        """Whether the all-reduce may overlap: gradients come from one eager backward pass and then stay unchanged."""
         is_eager = self.captured is None or self.recipe.execution == "auto"
         return is_eager and self.compiled is None and self.loss_scale is None
 

@@ -1,8 +1,8 @@
-"""Takes the gradient of a batch again, in smaller micro-batches, when a device runs out of memory.
+"""Repeats the gradient of a batch in smaller micro-batches when a device runs out of memory.
 
-Decides what is put back before a retake: random states and buffers are those of the step's start, and gradients are
-dropped. Losses and logged scalars count only when the whole batch is done, and the optimizer has not begun, so nothing
-else needs a copy. Called by the replica for eager and compiled steps; the replay of a captured step allocates nothing.
+Decides what to restore before a repetition: random states and buffers as at the step's start; gradients are dropped.
+Losses and logged scalars count only when the whole batch is done, and the optimizer has not begun, so nothing else
+needs a copy. Called by the replica for eager and compiled steps; the replay of a captured step allocates nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.replica.out_of_memory import HINT, free_memory, is_out_of_memory, 
 
 
 class Retakeable(Protocol):
-    """The part of a replica that is used here."""
+    """The part of a replica that this module uses."""
 
     device: torch.device
     rank: int
@@ -38,17 +38,17 @@ class Retakeable(Protocol):
 
 
 class RetakenSteps:
-    """Runs gradients of one replica until they fit."""
+    """Repeats gradients of one replica until they fit in memory."""
 
     def __init__(self, replica: Retakeable, *, on_shrink: Callable[[Decision], None]) -> None:
-        """`on_shrink` is called once per step that was taken again, with the new size of the micro-batches."""
+        """`on_shrink` is called once per repeated step, with the new size of the micro-batches."""
         self._replica = replica
         self._on_shrink = on_shrink
         self._buffers = _BufferCopy(replica)
         self._draws_on_host: bool | None = None
         """Whether steps draw from the generators of Python or NumPy; None before the first step."""
         self.num_retaken = 0
-        """Steps that were taken again; their time says nothing about the speed of the device."""
+        """Number of repeated steps; their time tells nothing about the speed of the device."""
 
     def run(self, gradient: Callable[[], None], *, samples: int) -> None:
         """Compute a gradient; raises if a single sample does not fit."""
@@ -56,7 +56,7 @@ class RetakenSteps:
         tried = self._replica.micro_batches.counts(samples)[0]
         is_retaken = False
         while not self._fits(gradient, samples, tried=tried):
-            # The exception is gone here, and with it the frames that held the activations.
+            # The exception is gone here, and so are the frames that held the activations.
             free_memory(self._replica.device)
             start.put_back()
             is_retaken = True
@@ -78,7 +78,7 @@ class RetakenSteps:
                 cause = error.message if error.__cause__ is None else named(error.__cause__)
                 trouble = f"out of memory with {tried} samples at once, and in micro-batches of {size}: {cause}"
                 raise self._error(trouble, error.hint) from error
-            # Captured steps keep the memory of their activations beside that of other steps.
+            # Captured steps keep memory for their activations, in addition to that of other steps.
             if not self._replica.give_up_captures("its memory is needed by steps of other sizes"):
                 self._shrink(samples, error)
             return False
@@ -104,10 +104,10 @@ class RetakenSteps:
 
 
 class _StepStart:
-    """What a forward and backward pass may change, as it was before."""
+    """The state before a forward and backward pass of everything that the pass may change."""
 
     def __init__(self, replica: Retakeable, buffers: _BufferCopy, *, is_full: bool) -> None:
-        """`is_full`: with the generators of Python and NumPy, whose states take longer to read than a small step."""
+        """`is_full` includes the generators of Python and NumPy, whose states take longer to read than a small step."""
         self._replica = replica
         self._buffers = buffers
         self._host = randomness.capture() if is_full else None
@@ -126,7 +126,7 @@ class _StepStart:
         replica.optimizer.zero_grad(set_to_none=True)
 
     def host_has_drawn(self) -> bool:
-        """Whether Python's or NumPy's generators have moved since."""
+        """Whether Python's or NumPy's generators have advanced since."""
         assert self._host is not None
         now = randomness.capture()
         return not self._host.equals(randomness.RandomStates(python=now.python, numpy=now.numpy, torch=self._torch))
@@ -145,7 +145,7 @@ class _BufferCopy:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Called at every step, so it reads the layout only when that is new."""
+        """Copy the buffers; called at every step, so it reads the layout only if that is new."""
         arena = self._replica.arena
         if arena is not self._arena:
             self._arena = arena

@@ -1,6 +1,7 @@
 """The settings of a recipe that decide which samples and steps come next.
 
-A checkpoint has them, and a run that resumes from it must have the same. Called by the replica, and before ranks start.
+A checkpoint stores them, and a run that resumes from it must have the same. Called by the replica, and before ranks
+start.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from outrider.replica.recipe import Recipe
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
-    """What a checkpoint must have in common with the recipe of a run that goes on from it."""
+    """The settings that a checkpoint must share with the recipe of a run resumed from it."""
     names = ("seed", "lr_scale", "drop_last")
     common = {"policy": recipe.policy_spec.name} | {name: getattr(recipe, name) for name in names}
     if isinstance(recipe.batch_size, dict):
         return common  # sizes by device are compared when ranks know their devices
-    # As JSON reads it back.
+    # In the form that JSON reads back.
     return common | {
         "batch_size": list(recipe.batch_size) if isinstance(recipe.batch_size, tuple) else recipe.batch_size
     }

@@ -1,7 +1,7 @@
-"""How far a prepared schedule is: in steps of the optimizer, batches or epochs, as one device would count them.
+"""The progress of a prepared schedule: in optimizer steps, batches or epochs, as one device would count them.
 
 Decides how many samples of the world a tick has. All counts are functions of those samples, so that a curve is the same
-on any number of ranks. Knows no optimizer: the replica of a user's loop reports batches and steps.
+for any world size. Knows no optimizer: the replica of a user's loop reports batches and steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TickPer = Literal["optimizer-step", "sample-batch", "epoch"]
 
 
 class SampleCount:
-    """Counts units of so many samples of the world; the size of a unit may change on the way."""
+    """Counts units of a number of samples of the world; the size of a unit may change on the way."""
 
     def __init__(self) -> None:
         self.unit = 1
@@ -27,14 +27,14 @@ class SampleCount:
             self._since, self.unit = since, unit
 
     def correct(self, unit: int) -> None:
-        """Units had this size since the last change, but nobody knew."""
+        """Correct the size of units since the last change, which was unknown until now."""
         self.unit = unit
 
     def at(self, samples: int) -> int:
         return self._before + (samples - self._since) // self.unit
 
     def samples_to(self, count: int, samples: int, *, unit: int) -> int:
-        """The samples from `samples` to a count, for units of this size from now on."""
+        """The samples from `samples` until `count` is reached, for units of this size from now on."""
         begun = (samples - self._since) % self.unit if unit == self.unit else 0
         return (count - self.at(samples)) * unit - begun
 
@@ -46,18 +46,18 @@ class SampleCount:
 
 
 class BatchesPerStep:
-    """How many batches a user's loop takes for one step of its optimizer, as seen so far."""
+    """How many batches a user's loop takes per optimizer step, as observed so far."""
 
     def __init__(self) -> None:
         self.seen: int | None = None
-        """None before the first step."""
+        """The number of batches per step; None before the first step."""
         self._since_step = 0
         self._since_step_in_pass = 0
         self._candidate: int | None = None
 
     @property
     def at_least(self) -> int:
-        """The number, or what is known of it before the first step."""
+        """The number of batches per step; before the first step a lower bound."""
         return self.seen or max(1, self._since_step)
 
     def open_pass(self) -> None:
@@ -68,10 +68,10 @@ class BatchesPerStep:
         self._since_step_in_pass += 1
 
     def saw_step(self) -> bool:
-        """Whether the number is another one now.
+        """Count a step; returns whether the number of batches per step has changed.
 
-        The first step of a pass may have batches of the pass before, or not: whoever counts batches anew in each pass
-        drops those. A single step of fewer batches is the last of a pass; two of them are a new habit.
+        The first step of a pass may or may not include batches of the previous pass: loops that count batches anew in
+        each pass drop those. A single step with fewer batches is the last of a pass; two of them are a new habit.
         """
         numbers = {self._since_step, self._since_step_in_pass} - {0}
         own = self._since_step_in_pass or self._since_step
@@ -95,14 +95,14 @@ class ScheduleTicks:
             raise ConfigError(f"per must be one of {', '.join(get_args(TickPer))}, got {per!r}", hint="leave per out")
         self.per = per
         self.batches = SampleCount()
-        """Batches of one device."""
+        """Counts batches of one device."""
         self.steps = SampleCount()
-        """Steps of its optimizer: fewer than batches where the user accumulates gradients."""
+        """Counts steps of its optimizer: fewer than batches if the user accumulates gradients."""
         self.per_step = BatchesPerStep()
         self.epoch = 0
 
     def open_pass(self, batch_size: int, *, since: int) -> None:
-        """Batches have this size, from this number of samples of the world on."""
+        """Use this batch size from this number of samples of the world on."""
         self.batches.change(batch_size, since=since)
         self.steps.change(batch_size * self.per_step.at_least, since=since)
 
@@ -112,7 +112,7 @@ class ScheduleTicks:
             self.steps.correct(self.batches.unit * self.per_step.at_least)
 
     def saw_step(self, samples: int) -> None:
-        """A step of the first optimizer begins, or was skipped, at so many samples of the world."""
+        """Count a step of the first optimizer, begun or skipped at this number of samples of the world."""
         is_first = self.per_step.seen is None
         if self.per_step.saw_step():
             unit = self.batches.unit * self.per_step.at_least
@@ -122,7 +122,7 @@ class ScheduleTicks:
                 self.steps.change(unit, since=samples)
 
     def due(self, samples: int) -> int:
-        """Ticks of the schedules after so many samples of the world."""
+        """Ticks of the schedules after this number of samples of the world."""
         if self.per == "epoch":
             return self.epoch
         return (self.steps if self.per == "optimizer-step" else self.batches).at(samples)

@@ -1,8 +1,8 @@
 """A snapshot of a replica, to restore it after trial steps.
 
-Decides what such steps may have changed: parameters, buffers, optimizer state, random state, attributes of modules. It
-lies in host memory, so that trial steps have the memory of the device that steps in training have. Called by
-`trial_steps` and by the search for a micro-batch.
+Decides what such steps may have changed: parameters, buffers, optimizer state, random state, attributes of modules. The
+snapshot is in host memory, so that trial steps have as much device memory as steps in training. Called by `trial_steps`
+and by the search for a micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Snapshot:
-    """Taken at creation; `restore` may be called more than once."""
+    """A snapshot taken at creation; `restore` may be called more than once."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -97,7 +97,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """A value in the state of an optimizer: tensors are copied, everything else is kept as it is."""
+    """A value in an optimizer's state: tensors are copied, other values kept as they are."""
 
     value: Any
     device: torch.device | None = None

@@ -29,7 +29,7 @@ class Cargo:
 
 
 def pack(replica: RankReplica) -> Cargo:
-    """All state that steps change besides parameters, buffers and the schedule, which is a function of samples."""
+    """All state that steps change, except parameters, buffers and the schedule, which is a function of samples."""
     state: State = replica.optimizer.state_dict()["state"]
     return Cargo(replica.steps, write_manifest(state), _tensors(state))
 

@@ -1,4 +1,4 @@
-"""Runs trial steps on a replica before training and restores it: which executions work, and how fast they are.
+"""Runs trial steps on a replica before training to see which executions work and how fast; restores it afterwards.
 
 Decides whether a captured step computes the same as an eager one, which matrix products a step has, and whether a
 model runs in channels_last. `execution` and `rank.step_choice` use the results.
@@ -33,11 +33,11 @@ COMPARED_STEPS = 6
 """Number of trial steps; the first two of a captured trial run eagerly."""
 TIMED_STEPS = 8
 SLOW_MS = 100.0
-"""Of a step that takes longer, two tell its time well enough, and nobody has to wait for eight."""
+"""If a step takes longer, two steps measure it well enough, without a wait for eight."""
 TENSOR_CORES = (7, 0)
 """From this compute capability on, convolutions were measured to be faster in channels_last."""
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 2e-2}
-"""Relative tolerance of a loss after a few steps; kernels may sum in another order."""
+"""Relative tolerance of a loss after a few steps, because kernels may sum in another order."""
 
 Step = Callable[[], None]
 
@@ -116,14 +116,14 @@ class Rehearsal:
     def _check_waits(self) -> None:
         make_capturable(self._replica.optimizer, self._replica.device)
         self._snapshot.restore()
-        # After a new random state some operations wait once; the dropout of an LSTM is seeded again, for example.
+        # After a new random state, some operations wait once; for example, the dropout of an LSTM is seeded again.
         self._plain_step()
         with no_waits():
             for _ in range(2):
                 self._plain_step()
 
     def _check_host_state(self) -> None:
-        """Refuse steps that keep values or draw random numbers on the host, which a graph would not repeat."""
+        """Raise for steps that keep values or draw random numbers on the host, which a graph would not repeat."""
         self._plain_step()
         drawn_before, before = randomness.capture(), kept_between_steps(self._replica.model)
         self._plain_step()
@@ -156,7 +156,7 @@ def _put_back(replica: Replica, snapshot: Snapshot) -> Iterator[None]:
 def products_of_step(replica: Replica, batch: Any, *, samples: int) -> tuple[HalfProduct, ...]:
     """The matrix products in half precision of one forward and backward pass."""
     recorder = ProductRecorder()
-    # What fails here fails again in the first step, and is reported there.
+    # An error here occurs again in the first step, and is reported there.
     with _put_back(replica, Snapshot(replica)), contextlib.suppress(OutriderError), recorder:
         replica.compute_gradient(batch, samples=samples)
     return recorder.products
@@ -174,7 +174,7 @@ class FormatChoice:
 
 
 def choose_memory_format(replica: Replica, batch: Any) -> FormatChoice:
-    """The best format for this device; all ranks must use the same, because arenas are summed element by element."""
+    """The best format for this device; all ranks must use the same one, because arenas are summed by element."""
     asked, device = replica.recipe.memory_format, replica.device
     if asked != "auto":
         return FormatChoice(value=asked, reason=f"memory_format={asked} was given")

@@ -1,4 +1,4 @@
-"""Makes model, optimizer and schedule from the functions of a recipe, and refuses what is none of these.
+"""Creates model, optimizer and schedule from the functions of a recipe, and raises for objects of other types.
 
 Called when a replica is created. Also silences torch's advice on the order of schedule and optimizer.
 """
@@ -46,7 +46,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that computes gradients by itself, such as LBFGS: nobody would average them."""
+    """Raise for an optimizer that computes gradients itself, such as LBFGS: they would not be averaged."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

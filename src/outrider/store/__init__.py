@@ -1,4 +1,4 @@
 """The key-value store of a run on one host: server process, client and protocol, private to the user.
 
-Decides how keys are stored, waited for and protected. Called by `world`.
+Decides how keys are stored and protected, and how clients wait for them. Called by `world`.
 """

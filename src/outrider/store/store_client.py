@@ -1,7 +1,7 @@
 """The client of our own store: a torch Store over an authenticated connection.
 
-Decides timeouts, and which of torch's errors is raised for a problem. `world.store` decides the address. The server
-ends every wait, so the client does not poll.
+Decides the timeouts, and which of torch's errors is raised for which problem. `world.store` decides the address. The
+server ends every wait, so the client does not poll.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from outrider.store.store_protocol import (
 from outrider.store.store_server import FOLDER_KEY
 
 _GRACE_S = 10.0
-"""Extra time that the client waits for the server's message that a wait has timed out."""
+"""Extra time for the server's message that a wait has timed out."""
 _RETRY_S = 0.05
 
 
@@ -52,7 +52,7 @@ class StoreConnection:
         self._lock = threading.Lock()
         self._on_close: list[Callable[[], None]] = []
         self.stores: list[object] = []
-        """Kept until the process ends: C++ holds only its half of a store and would call deleted Python methods."""
+        """Stores, kept until the process ends: C++ holds only its half of a store and would call deleted methods."""
 
     def ask(self, *parts: bytes, limit_s: float) -> list[bytes]:
         """Send a request and return the server's answer: status and values."""
@@ -69,7 +69,7 @@ class StoreConnection:
                 self._connection.close()
                 raise DistNetworkError(f"lost the store at {self.place}: {error}") from error
             except BaseException:
-                # Part of an answer may still arrive, and the next request would read it as its own.
+                # The rest of an answer may still arrive, and the next request would take it for its own answer.
                 self._connection.close()
                 raise
 
@@ -150,7 +150,7 @@ class PrivateStore(Store):
     def num_keys(self) -> int:
         return int(self._ask(b"count")[0])
 
-    # C++ looks up these two methods under other names.
+    # C++ calls these two methods by other names.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -211,7 +211,7 @@ def connect_local(address: str, *, deadline_s: float) -> StoreConnection:
 
 
 def connect_remote(host: str, port: int, *, secret: bytes, deadline_s: float) -> StoreConnection:
-    """Connect to a TCP port; both ends prove that they know the secret."""
+    """Connect to a TCP port; client and server prove to each other that they know the secret."""
 
     def attempt() -> socket.socket:
         rest_s = max(0.1, deadline_s - time.monotonic())
@@ -242,7 +242,7 @@ def _prove(connection: socket.socket, secret: bytes, *, place: str) -> None:
 
 
 def _retried(attempt: Callable[[], socket.socket], *, deadline_s: float) -> socket.socket:
-    """Retry while the server is not up yet; a server that is not trusted is an error at once."""
+    """Retry until the server is up; raises at once for a server that is not trusted."""
     while True:
         try:
             return attempt()

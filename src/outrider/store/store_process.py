@@ -1,7 +1,7 @@
 """Starts and ends the process that serves the store of a run.
 
-Decides its address: a socket in a private folder, a name within this network namespace, or a port for other hosts.
-Imports no torch. Called by `launch`, and by `world.store` if rank 0 serves the store.
+Decides the store's address: a socket in a private folder, a name within this network namespace, or a port for other
+hosts. Does not import torch. Called by `launch`, and by `world.store` if rank 0 serves the store.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from outrider.errors import ConfigError
 
 _END_S = 10.0
-# A socket's path may have 107 characters, of which our folder's name takes about 40.
+# A socket's path may have 107 characters; our folder's name takes about 40 of them.
 _MAX_BASE_LENGTH = 60
 _PORT_HINT = "leave port out and a free one is taken"
-# Copies the starter's sys.path before any module of ours is imported, as for a rank.
+# Copies the starter's sys.path before importing any of our modules, as in a rank.
 _BOOT = """\
 import json, sys
 order = json.loads(sys.stdin.buffer.raw.readline())
@@ -34,7 +34,7 @@ main(order)
 
 
 class StoreProcess:
-    """A server that ends with `close()`, or with this process."""
+    """The server process, which ends with `close()` or with this process."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StoreProcess:
             "parent_pid": os.getpid(),
             "folder": folder,
             "remove": self._remove,
-            # Not in the command line, which every local user can read.
+            # Do not put the secret into the command line, which every local user can read.
             "secret": None if secret is None else secret.hex(),
         }
         with listener:
@@ -62,7 +62,7 @@ class StoreProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(),),
-                # Ctrl-C and Ctrl-Z in the terminal must not reach it: the ranks continue while the starter is stopped.
+                # Ctrl-C and Ctrl-Z in the terminal must not reach the server: ranks run on if the starter is stopped.
                 start_new_session=True,
             )
         self._tell(json.dumps(order).encode() + b"\n")
@@ -71,7 +71,7 @@ class StoreProcess:
         """End the server; never raises, to keep the run's own error."""
         if self._process.returncode is not None:
             return
-        # A message and not only closing the pipe, which a forked process may keep open.
+        # Send a message, because a forked process may keep the pipe open after it is closed here.
         self._tell(b"end\n")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -86,16 +86,16 @@ class StoreProcess:
 
     def _tell(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        # If it has already died, its clients report it.
+        # If the server has already died, its clients report that.
         with contextlib.suppress(OSError):
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
 
 def serve_in_private_folder(*, remove: Sequence[str] = ()) -> StoreProcess:
-    """Start a store for ranks of this user on this host, at a socket in a new folder that is removed with it.
+    """Start a store for ranks of this user on this host, at a socket in a new folder that the server removes.
 
-    The server also removes the folders in `remove`, because it outlives a killed starter for a moment.
+    The server also removes the folders in `remove`, because it runs a moment longer than a starter that was killed.
     """
     folder = make_private_folder()
     path = os.path.join(folder, "store")
@@ -107,7 +107,7 @@ def serve_in_private_folder(*, remove: Sequence[str] = ()) -> StoreProcess:
 
 
 def serve_under_name(name: str) -> StoreProcess:
-    """Start a store for ranks of this user in this network namespace, under a name that all of them know."""
+    """Start a store for ranks of this user in this network namespace, under a name that all ranks know."""
     try:
         listener = _listen(socket.AF_UNIX, f"\0{name}")
     except OSError as error:
@@ -123,7 +123,7 @@ def serve_under_name(name: str) -> StoreProcess:
 
 
 def serve_on_port(port: int, *, secret: bytes) -> StoreProcess:
-    """Start a store on all interfaces, for clients that prove to know the secret."""
+    """Start a store on all interfaces, for clients that prove that they know the secret."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         listener = socket.create_server(
@@ -158,7 +158,7 @@ def _listen(family: int, address: str) -> socket.socket:
 
 
 def free_port(host: str, port: int) -> int:
-    """The given port if it is free; for 0 any free port."""
+    """Return the given port if it is free; for 0, return any free port."""
     if not 0 <= port <= 65_535:
         raise ConfigError(f"port must be 0 to 65535, got {port}", hint=_PORT_HINT)
     try:
@@ -170,5 +170,5 @@ def free_port(host: str, port: int) -> int:
 
 
 def _trouble(error: OSError) -> str:
-    # create_server adds words to strerror, so the system's own are looked up again.
+    # create_server adds text to strerror, so look up the system's own text.
     return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened: {os.strerror(error.errno or 0)}"

@@ -1,6 +1,6 @@
 """The wire format of the store: frames of parts, and the proof that both ends know the secret of a run.
 
-Decides the format and its limits; it does not know keys and values, and imports no torch. Used by server and client.
+Decides the format and its limits. Does not know keys and values, and does not import torch. Used by server and client.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _parts(body: bytes) -> Iterator[bytes]:
 
 
 def read_frame(connection: socket.socket, inbox: bytearray) -> list[bytes]:
-    """Receive the next frame, within the socket's timeout."""
+    """Receive the next frame within the socket's timeout."""
     while (parts := take_frame(inbox)) is None:
         chunk = connection.recv(65_536)
         if not chunk:
@@ -75,7 +75,7 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
-    """The HMAC of these nonces with the secret; the role prevents replaying a proof to its sender."""
+    """The HMAC of the nonces with the secret; the role prevents a proof from being replayed to its sender."""
     return hmac.digest(secret, b"|".join((b"outrider", role, *nonces)), hashlib.sha256)
 
 

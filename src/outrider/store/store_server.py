@@ -1,7 +1,7 @@
-"""Serves the key-value store of one run, in a process of its own that imports no torch.
+"""Serves the key-value store of one run, in its own process, which does not import torch.
 
-Decides who may use it: processes of the same user over a Unix socket, owners of the run's secret over TCP. It ends with
-the process that started it, and then removes the run's private folders. Started by `store_process`.
+Decides who may use the store: processes of the same user over a Unix socket, owners of the run's secret over TCP. The
+server ends with the process that started it, and then removes the run's private folders. Started by `store_process`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.machine.credentials import is_same_user
 from outrider.store.store_protocol import HELLO, NONCE_BYTES, PROOF_BYTES, frame, is_proof, proof, take_frame
 
 FOLDER_KEY = b"outrider/folder"
-"""Key with the path of the run's private folder, if there is one."""
+"""The key of the path of the run's private folder, if there is one."""
 HANDSHAKE_S = 10.0
 """Time within which a client must prove that it knows the secret."""
 _PARENT_CHECK_S = 1.0
@@ -36,12 +36,12 @@ class _Client:
 
     connection: socket.socket
     nonce: bytes = b""
-    """The proof that it must send; empty after it has."""
+    """The nonce for the proof that the client must send; empty once it has sent the proof."""
     deadline_s: float = 0.0
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     awaited: Sequence[bytes] = ()
-    """Keys that it waits for until the deadline."""
+    """Keys for which the client waits until the deadline."""
     reply: Callable[[], tuple[bytes, ...]] | None = None
 
 
@@ -54,7 +54,7 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._clients: dict[int, _Client] = {}
         self._limited: set[_Client] = set()
-        """Clients with a deadline: to prove the secret, or of a wait."""
+        """Clients with a deadline, for proving the secret or for a wait."""
         self._selector = selectors.DefaultSelector()
         self._requests: dict[bytes, Callable[..., tuple[bytes, ...]]] = {
             b"set": self._set,
@@ -186,7 +186,7 @@ class StoreServer:
                 self._end_wait(client, frame(_TIMEOUT, *missing))
 
     def _send(self, client: _Client, data: bytes) -> None:
-        """Send as much as the socket accepts now; the rest follows when it is writable again."""
+        """Send as many bytes as the socket accepts now; the rest follows when the socket is writable again."""
         had_rest = bool(client.outbox)
         client.outbox += data
         try:
@@ -206,7 +206,7 @@ class StoreServer:
             self._selector.unregister(client.connection)
         client.connection.close()
 
-    # The requests of a client; all answers are parts of a frame.
+    # The requests of a client; each answer is a tuple of frame parts.
 
     def _changed(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
@@ -244,13 +244,13 @@ class StoreServer:
 
 def main(order: dict[str, Any]) -> None:
     """Serve until standard input has data or is closed."""
-    # A batch system signals all processes of a job. The ranks need this process while they stop in order.
+    # A batch system signals all processes of a job, but the ranks need this process during their orderly stop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = order["folder"]
     secret = order["secret"]
     try:
-        # Another working directory, so that the starter's folder can be removed meanwhile.
+        # Change the working directory, so that the starter's folder can be removed meanwhile.
         os.chdir("/")
         listener = socket.socket(fileno=order["listener_fd"])
         server = StoreServer(listener, secret=None if secret is None else bytes.fromhex(secret))

@@ -1,4 +1,4 @@
-"""What one rank is doing now, and how its time is divided: seconds by phase, samples, averages, losses.
+"""Tracks what one rank is doing now, and how its time is divided: seconds by phase, samples, averages, losses.
 
 Decides how time is counted, in about a quarter of a microsecond per change. The driver names the phases; the recorder's
 thread reads them twice a second and writes pulses, which the live page shows.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 PHASES = ("startup", "compute", "data", "join", "average", "rest", "evaluation", "epoch boundary")
-"""`join` is a rank's own way into an average; in `average` it sums with the others, waiting for them included."""
+"""`join` is the time from a rank's last step until it joins an average; `average` is the sum, including waits."""
 
 
 @dataclass(slots=True)
@@ -21,17 +21,17 @@ class ActivityTotals:
     """Totals since the start of the rank."""
 
     phase: str = "startup"
-    """What the rank does now."""
+    """The current phase."""
     phase_s: float = 0.0
-    """How long it has been doing that."""
+    """Time since the current phase began."""
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     samples: int = 0
     batches: int = 0
     averages: int = 0
     average_s: float = 0.0
-    """Duration of those averages, also where they ran in the background."""
+    """Total duration of the averages, including background averages."""
     waited_s: float = 0.0
-    """Time of averages in which the rank waited for others; known one average later."""
+    """Time in averages in which the rank waited for other ranks; known one average later."""
     loss_sum: float = 0.0
     loss_samples: int = 0
 
@@ -43,11 +43,11 @@ class Activity:
         self._clock = clock
         self._since_s = clock()
         self._totals = ActivityTotals()
-        # Odd while a change is being made. A lock would cost more than all the rest of a change.
+        # Odd while a change is being made. A lock would cost more than the rest of the change.
         self._version = 0
 
     def enter(self, phase: str) -> str:
-        """The rank does something else from now on; returns what it did before."""
+        """Enter a phase; returns the previous phase."""
         now_s = self._clock()
         totals = self._totals
         before = totals.phase
@@ -59,7 +59,7 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Around something that is rare enough for a context manager."""
+        """Context of a phase, for work that is rare enough for a context manager."""
         before = self.enter(phase)
         try:
             yield
@@ -67,11 +67,11 @@ class Activity:
             self.enter(before)
 
     def belonged_to(self, phase: str) -> None:
-        """The time since the last change was part of this phase, which goes on."""
+        """Count the time since the last change to this phase, which continues."""
         self._totals.phase = phase
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Only afterwards a device tells which part of a step was an average."""
+        """Move time from one phase to another, because a device reports only later which part was an average."""
         self._version += 1
         self._totals.spent_s[source] -= seconds
         self._totals.spent_s[target] += seconds
@@ -94,7 +94,7 @@ class Activity:
             self._totals.loss_samples += samples
 
     def totals(self) -> ActivityTotals:
-        """A consistent copy, with the time up to now."""
+        """A consistent copy of the totals, including the time up to now."""
         while True:
             version, totals = self._version, self._totals
             spent_s, since_s, phase = dict(totals.spent_s), self._since_s, totals.phase

@@ -1,7 +1,7 @@
-"""A file of JSON lines that is appended to as things happen and never grows beyond a bound.
+"""A file of JSON lines that are appended during a run; the file never grows beyond a bound.
 
-Decides when older lines become fewer and coarser ones. A full disk ends the recording, not the training. Called by the
-recorder's thread and by the sampler; the live page reads the files.
+Decides when older lines are merged into fewer, coarser lines. A full disk ends the recording, not the training. Called
+by the recorder's thread and by the sampler; the live page reads the files.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ LIVE = "live"
 """The folder of these files in a run folder."""
 MAX_LINES = 4_000
 NEWEST_LINES = 1_200
-"""Ten minutes that always stay in full detail."""
+"""The newest lines, which always keep full detail: ten minutes."""
 
 Line = dict[str, Any]
 
 
-# A damaged file may have gigabytes without a line end.
+# A damaged file may contain gigabytes without a line end.
 _HEADER_BYTES = 4096
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """The first line of such a file; None where there is none."""
+    """The first line of such a file; None if there is none."""
     try:
         with path.open("rb") as lines:
             header = json.loads(lines.readline(_HEADER_BYTES))
@@ -40,7 +40,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 
 class BoundedFile:
-    """Call `open()`, then `add()` from one thread, then `close()`."""
+    """Appends lines to a bounded file: call `open()`, then `add()` from one thread, then `close()`."""
 
     def __init__(self, path: Path, *, join: Callable[[Sequence[Line]], Line]) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class BoundedFile:
         self._file: BinaryIO | None = None
 
     def open(self, header: Mapping[str, Any]) -> None:
-        """Start a new file; that of an earlier start is replaced."""
+        """Start a new file; replaces the file of an earlier start."""
         self._header, self._lines = header, []
         self._guard(self._begin)
 
@@ -80,7 +80,7 @@ class BoundedFile:
             view = view[self._file.write(view) :]
 
     def _rewrite(self) -> None:
-        """Under another name first: readers see the old file or the new one, and know them apart by their inode."""
+        """Write under another name, then rename: readers see the old or the new file, and tell them apart by inode."""
         self.close()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:

@@ -1,7 +1,7 @@
-"""The condition of devices while a run goes on: utilization, memory against its limit, temperature, throttling.
+"""The condition of devices during a run: utilization, memory and its limit, temperature, throttling.
 
-Decides what is read of a device, and writes it once a second to a file of bounded size. The sampler's thread calls it;
-the live page reads the file.
+Decides which values are read from a device, and writes them once a second to a file of bounded size. The sampler's
+thread calls it; the live page reads the file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PERIOD_S = 1.0
 SCHEMA_VERSION = 1
 
 Condition = Callable[[], dict[str, Any]]
-"""Reads memory, temperature and throttling of one device; what it does not know is left out."""
+"""Reads memory, temperature and throttling of one device; unknown values are left out."""
 
-# Of nvmlClocksEventReasons; idle clocks and clocks that a user set are no throttling.
+# Bits of nvmlClocksEventReasons; idle clocks and clocks set by a user do not count as throttling.
 _THROTTLING = {
     0x4: "power limit",
     0x8: "hardware slowdown",
@@ -32,12 +32,12 @@ _THROTTLING = {
 
 
 def process_key(rank: int) -> str:
-    """The key of a rank on a CPU; GPUs have their UUID."""
+    """The key of a rank on a CPU; the key of a GPU is its UUID."""
     return f"rank {rank}"
 
 
 def process_condition(pid: int) -> dict[str, Any]:
-    """Resident memory of a process, against the memory of the machine."""
+    """Resident memory of a process, and the memory of the machine."""
     import psutil
 
     try:
@@ -48,13 +48,13 @@ def process_condition(pid: int) -> dict[str, Any]:
 
 
 def gpu_condition(library: Any, handle: Any) -> dict[str, Any]:
-    """Memory, temperature and throttling of a whole GPU, as far as NVML tells."""
+    """Memory, temperature and throttling of a whole GPU, as far as NVML provides them."""
     found: dict[str, Any] = {}
     for read in (_memory, _temperature, _throttling):
         try:
             found |= read(library, handle)
         except (library.NVMLError, AttributeError):
-            # An older driver, or a slice of a GPU, does not tell everything.
+            # Older drivers and slices of a GPU do not provide all values.
             continue
     return found
 
@@ -75,9 +75,9 @@ def _throttling(library: Any, handle: Any) -> dict[str, Any]:
 
 
 class DeviceFile:
-    """`with DeviceFile(folder) as file:`, then `add()` readings of utilization; one line a second is written.
+    """`with DeviceFile(folder) as file:`, then `add()` readings of utilization; writes one line a second.
 
-    The file is begun once rank 0 has begun its own: before that the folder may belong to another run.
+    The file is started after rank 0 has started its own file, because before that the folder may belong to another run.
     """
 
     def __init__(self, folder: Path, *, origin_s: float) -> None:
@@ -120,7 +120,7 @@ class DeviceFile:
 
 
 def joined_readings(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several lines as one: the mean utilization, and the last of everything else."""
+    """Merge several lines into one: the mean utilization, and the last value of everything else."""
     last = lines[-1]
     devices = {
         key: {**device, "percent": _mean([line["devices"].get(key, {}).get("percent") for line in lines])}

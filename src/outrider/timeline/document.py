@@ -1,7 +1,7 @@
 """A run's timeline as read from its folder: events, utilization, and parts of its record.
 
-Decides how the event files of all ranks become one timeline, in the order of time. Called by the exporters, the summary
-and the end of a run.
+Decides how the event files of all ranks become one timeline, ordered by time. Called by the exporters, the summary and
+the end of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.timeline.recorder import EVENTS, SCHEMA_VERSION
 from outrider.timeline.spans import Event, Span, spans
 from outrider.timeline.timeline_files import RECORD, read_json, read_record, write_pieces
 
-# A damaged file may have gigabytes without a line end.
+# A damaged file may contain gigabytes without a line end.
 _HEADER_BYTES = 4096
 _NAME = re.compile(r"rank(\d+)\.jsonl")
 NO_FILE = "no event file in this folder"
@@ -91,7 +91,7 @@ def _merged(files: EventFiles) -> Iterator[bytes]:
 
 
 def read_events(files: EventFiles) -> list[dict[str, Any]]:
-    """All events in the order of time."""
+    """All events, ordered by time."""
     return [json.loads(text) for text in _merged(files)]
 
 
@@ -117,7 +117,7 @@ def _pieces(files: EventFiles, utilization: Mapping[str, Any] | None) -> Iterato
 TIMELINE = "timeline.json"
 
 
-# Without slots: values derived from the events are cached.
+# No slots, because values derived from the events are cached.
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The timeline of a run."""
@@ -132,7 +132,7 @@ class Timeline:
     origin_s: float | None = None
     """Wall-clock time of the run's start."""
     is_from_event_files: bool = False
-    """Whether the run has written no `timeline.json`, because it still runs or died."""
+    """Whether events come from the ranks' files, because the run is still running or died without `timeline.json`."""
 
     @cached_property
     def devices(self) -> dict[int, str]:
@@ -164,13 +164,13 @@ class Timeline:
 
 
 def load_timeline(folder: Path) -> Timeline:
-    """The timeline in a run's folder."""
+    """Load the timeline from a run's folder."""
     if not folder.is_dir():
         raise DataError(f"no folder {folder}", hint="pass the folder of a run, such as runs/<time>-<policy>")
     path, files = folder / TIMELINE, find_event_files(folder)
     content = _written(path) if path.is_file() else None
     record = read_record(folder) or {}
-    # A resumed run that still runs or died has event files that are newer than the last timeline.
+    # If a resumed run is still running or died, its event files are newer than the last timeline.
     if files is not None and (content is None or content.get("origin_s") != files.origin_s):
         return _from_files(folder, files, record)
     if content is None:

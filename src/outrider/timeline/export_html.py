@@ -224,7 +224,7 @@ def _idle_figure(ranks: Sequence[RankSummary]) -> page.Figure:
 
 
 def _whole_ticks(epochs: Sequence[Epoch]) -> dict[str, Any]:
-    """Whole numbers only on an axis with few epochs."""
+    """Ticks at whole numbers only, for an axis with few epochs."""
     return {"dtick": 1} if len(epochs) <= 20 else {}
 
 

@@ -1,6 +1,6 @@
-"""Writes a timeline in the formats that people and tools read: CSV, Chrome trace events for Perfetto, and a web page.
+"""Writes a timeline in formats for people and tools: CSV, Chrome trace events for Perfetto, and a web page.
 
-Decides which formats there are and what CSV and trace events hold; the page is `export_html`. Called at the end of a
+Decides which formats exist and what CSV and trace events contain; `export_html` writes the page. Called at the end of a
 run and by `outrider timeline`.
 """
 
@@ -28,7 +28,7 @@ _OWN = {"t", "rank", "kind", "start", "value", "cause", "epoch", "window", "reas
 
 
 def as_csv(timeline: Timeline) -> str:
-    """The whole timeline, in the order of time."""
+    """The whole timeline as CSV, ordered by time."""
     rows = sorted(_rows(timeline), key=lambda row: (row["start_s"], row["rank"]))
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
@@ -57,7 +57,7 @@ def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _event_row(event: dict[str, Any], device: str) -> dict[str, Any]:
-    """The value of an event with a duration is its milliseconds."""
+    """The row of an event; if the event has a duration, the value is its milliseconds."""
     details = {name: value for name, value in event.items() if name not in _OWN}
     row = {name: event[name] for name in ("rank", "kind", "cause", "epoch", "window", "reason") if name in event}
     value = event.get("value", details.pop("ms", ""))
@@ -71,13 +71,13 @@ def _event_row(event: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 WORLD = 0
-"""The process for events of all ranks; rank r is process r + 1."""
+"""The process number for events of all ranks; rank r is process r + 1."""
 _IDLE = len(LANES)
 _MARKS = ("anchor", "guard", "split", "alone", "compensation", "checkpoint", "resume")
 
 
 def as_trace(timeline: Timeline) -> str:
-    """The JSON object form of the trace event format."""
+    """The timeline in the JSON object form of the trace event format."""
     trace = {"displayTimeUnit": "ms", "otherData": {"run": timeline.name}, "traceEvents": list(_events(timeline))}
     return json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
 
@@ -169,7 +169,7 @@ FORMATS = ("json", "csv", "html", "perfetto")
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
-    """Names of formats between commas."""
+    """Parse names of formats, separated by commas."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in FORMATS:
@@ -180,7 +180,7 @@ def parse_formats(text: str) -> tuple[str, ...]:
 
 
 def export(timeline: Timeline, folder: Path, formats: Iterable[str]) -> list[Path]:
-    """Write the timeline into the folder in each of the formats; returns the files."""
+    """Write the timeline into the folder in each format; returns the files."""
     return [_write(timeline, folder, name) for name in formats]
 
 
@@ -189,12 +189,12 @@ _TEXTS = {"csv": ("timeline.csv", as_csv), "perfetto": ("trace.json", as_trace)}
 
 def _write(timeline: Timeline, folder: Path, name: str) -> Path:
     if name == "html":
-        # Only pages need a template engine.
+        # Imported here, because only pages need a template engine.
         from outrider.timeline.export_html import write_html
 
         return write_html(timeline, folder)
     if name == "json":
-        # A run writes this one itself, unless it still runs or died.
+        # A run writes this file itself, unless it is still running or died.
         if timeline.is_from_event_files:
             _write_timeline(timeline, folder)
         return folder / TIMELINE

@@ -1,6 +1,6 @@
 """Idle time of devices and its causes: gaps in the sampled utilization, and the waits that ranks recorded.
 
-Decides what counts as a gap and which cause it gets; the two views are independent of each other.
+Decides what counts as a gap and which cause it gets; gaps and recorded waits are measured independently.
 Called by the summary, the exporters and the end of a run.
 """
 
@@ -27,7 +27,7 @@ _EXPLAINED = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """A device below 5 % for half a second or more."""
+    """A period of half a second or more in which a device's utilization is below 5 %."""
 
     rank: int
     start_s: float
@@ -41,7 +41,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A span of a rank's time, and the fraction of it that was spent on a cause."""
+    """A part of a rank's time, and the fraction of it that was spent on a cause."""
 
     start_s: float
     end_s: float
@@ -68,7 +68,7 @@ def idle_gaps(utilization: Mapping[str, Any] | None, events: Sequence[Event], fo
 
 
 def sampled_s(utilization: Mapping[str, Any] | None, gaps: Iterable[Gap]) -> dict[int, dict[str, float]]:
-    """Seconds in gaps by rank and cause, of the ranks that were sampled."""
+    """Seconds in gaps by rank and cause, for the ranks that were sampled."""
     devices = (utilization or {}).get("devices", ())
     sums = {one["rank"]: dict.fromkeys(ALL_CAUSES, 0.0) for one in devices if one["percent"] is not None}
     for gap in gaps:
@@ -77,7 +77,7 @@ def sampled_s(utilization: Mapping[str, Any] | None, gaps: Iterable[Gap]) -> dic
 
 
 def recorded_s(events: Iterable[Event]) -> dict[int, dict[str, float]]:
-    """Seconds that each rank waited, by cause, as it recorded them; includes short waits."""
+    """Seconds that each rank waited, by cause, as recorded by the rank; includes short waits."""
     sums: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
     for event in events:
         if event["kind"] == "epoch end":
@@ -91,7 +91,7 @@ def _end_s(mine: Iterable[Event]) -> float:
 
 
 def _quiet(times_s: Sequence[float], percent: Sequence[float | None], *, end_s: float) -> Iterator[tuple[float, float]]:
-    """Spans of samples below the threshold that are long enough; a sample covers the time since the previous one."""
+    """Yield long enough spans of samples below the threshold; a sample covers the time since the previous sample."""
     start_s: float | None = None
     before_s = 0.0
     # A sample above the threshold at the end closes the last span.
@@ -107,7 +107,7 @@ def _quiet(times_s: Sequence[float], percent: Sequence[float | None], *, end_s: 
 
 
 def _with_causes(quiet: Iterable[tuple[float, float]], parts: Sequence[_Part], rank: int) -> Iterator[Gap]:
-    """Both gaps and parts are in order of time, so each part is compared with nearby gaps only."""
+    """Yield gaps with their causes; both inputs are ordered by time, so parts are compared with nearby gaps only."""
     coming = iter(sorted(parts, key=lambda part: part.start_s))
     upcoming = next(coming, None)
     near: list[_Part] = []
@@ -130,7 +130,7 @@ def _cause(parts: Iterable[_Part], start_s: float, end_s: float) -> str:
 
 
 def _parts(mine: Sequence[Event], found: Sequence[Span]) -> list[_Part]:
-    """The spans in which a rank did not compute."""
+    """The parts of a rank's time in which it did not compute."""
     parts = [_Part(start_s=a, end_s=b, cause="epoch boundary") for a, b in boundaries(mine)]
     parts += [_boundaries_of(event) for event in mine if event["kind"] == "epoch end" and "count" in event]
     first_s = next((event["t"] for event in mine if event["kind"] == "epoch start"), None)
@@ -144,23 +144,23 @@ def _parts(mine: Sequence[Event], found: Sequence[Span]) -> list[_Part]:
 
 
 def _boundaries_of(merged: Event) -> _Part:
-    """Boundaries between epochs that were merged into one event; their exact times are not known."""
+    """Boundaries between epochs that were merged into one event, so that their exact times are not known."""
     start_s, end_s = merged["start"], merged["t"]
     fraction = merged["boundary_ms"] / 1e3 / max(1e-9, end_s - start_s)
     return _Part(start_s=start_s, end_s=end_s, cause="epoch boundary", fraction=fraction)
 
 
 def _is_blocking(average: Span, window_starts: Sequence[float]) -> bool:
-    """Whether no window started during the average: with a background average the rank computes meanwhile."""
+    """Whether no window started during the average; during a background average the rank computes."""
     return bisect_left(window_starts, average.start_s) == bisect_left(window_starts, average.end_s)
 
 
 def _parts_of(span: Span) -> Iterator[_Part]:
     start_s, end_s = span.start_s, span.end_s
     length_s = end_s - start_s
-    # A merged span fills only a part of its length.
+    # Merged events fill only a part of their span.
     filled = 1.0 if span.merged_s is None else min(1.0, span.merged_s / max(1e-9, length_s))
-    # A wait with a window lies within its average, waits at the edges of epochs within those edges.
+    # Skip waits that other parts cover: a wait with a window lies in its average, others in the edges of epochs.
     if span.lane == WAIT and "window" not in span.facts and span.name not in ("startup", "epoch boundary"):
         yield _Part(start_s=start_s, end_s=end_s, cause=span.name, fraction=filled)
     elif span.lane == COMPUTE and span.name == "evaluation":

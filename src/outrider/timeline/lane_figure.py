@@ -1,7 +1,7 @@
 """The figure of a timeline: utilization, windows, averages, waits and idle gaps of every rank over one time axis.
 
-Decides what is drawn, and makes long timelines small enough to draw: spans that share a pixel become one, samples their
-mean. Called by the timeline's page.
+Decides what is drawn, and reduces long timelines: spans that share a pixel become one bar, and samples are replaced by
+their mean. Called by the timeline's page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.timeline.web_page import CAUSE_COLOURS, INK, QUIET, Figure, Markup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One or more spans of the same name, drawn as one bar; the smaller the filled fraction, the paler."""
+    """One or more spans with the same name, drawn as one bar; the less of it they fill, the paler it is."""
 
     start_s: float
     end_s: float
@@ -29,12 +29,12 @@ class Bar:
 
     @property
     def count(self) -> int:
-        """Number of events; a span may represent many."""
+        """Number of events; a span may represent several."""
         return sum(span.count for span in self.spans)
 
 
 def as_bars(spans: Sequence[Span], *, limit: int) -> list[Bar]:
-    """At most about `limit` bars per name; every second of a span is in exactly one of them."""
+    """Merge spans into at most about `limit` bars per name; every second of a span is in exactly one bar."""
     if len(spans) <= limit:
         return [_bar((span,)) for span in spans]
     start_s = min(span.start_s for span in spans)
@@ -57,7 +57,7 @@ def _bar(together: tuple[Span, ...]) -> Bar:
 def thin_series(
     times_s: Sequence[float], values: Sequence[float | None], *, limit: int
 ) -> tuple[list[float], list[float | None]]:
-    """At most `limit` points: the mean of the known values of each run of samples, at the last one's time."""
+    """Reduce a series to at most `limit` points: the mean of known values of consecutive samples, at the last time."""
     size = -(-len(times_s) // limit) if times_s else 1
     starts = range(0, len(times_s), size)
     return [times_s[min(i + size, len(times_s)) - 1] for i in starts], [_mean(values[i : i + size]) for i in starts]
@@ -75,16 +75,16 @@ _IDLE = "idle gap"
 _AVERAGE_COLOUR = "#52606d"
 _SETUP_COLOUR = "#cbd2d9"
 _GUARD_COLOUR = "#d64545"
-# Pixels.
+# Heights and margins in pixels.
 _HEAD, _FOOT, _TITLE, _UTILIZATION, _LANES, _GAP, _WORLD = 28, 52, 22, 66, 76, 14, 96
-# Together they keep a page below a megabyte.
+# These limits keep a page below a megabyte.
 _MAX_BARS, _MAX_POINTS = 6_000, 6_000
 _MAX_EPOCH_LINES = 60
 _MAX_OUTLINED = 250
 
 
 def lanes_figure(timeline: Timeline) -> Figure:
-    """One block per rank, and below them the anchor with its decisions."""
+    """The figure: one block per rank, and below them the anchor with its decisions."""
     ranks = list(timeline.devices)
     world = _world_traces(timeline, f"y{2 * len(ranks) + 1}")
     places = _Places(len(ranks), has_world=bool(world))
@@ -111,7 +111,7 @@ def lanes_figure(timeline: Timeline) -> Figure:
 
 
 class _Places:
-    """The places of the axes as fractions of the plot's height, counted from below as plotly expects."""
+    """The positions of the axes as fractions of the plot's height, measured from the bottom as plotly expects."""
 
     def __init__(self, num_ranks: int, *, has_world: bool) -> None:
         self._num_ranks = num_ranks
@@ -140,7 +140,7 @@ class _Places:
         return [max(0.0, 1 - (top + height) / self._plot), 1 - top / self._plot]
 
 
-# Zooming is along time only.
+# Only the time axis can be zoomed.
 _PERCENT_AXIS = {"range": [0, 105], "tickvals": [0, 50, 100], "ticktext": ["0", "50", "100 %"], "fixedrange": True}
 _ANCHOR_AXIS = {"title": "anchor", "rangemode": "tozero", "fixedrange": True}
 _LANE_AXIS = {
@@ -187,7 +187,7 @@ def _epoch_lines(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def parted(span: Span) -> Iterator[Span]:
-    """A window of shared steps is drawn as all compute first, then all averages including waits."""
+    """Split a window of shared steps for drawing: first all compute, then all averages including waits."""
     average_s = span.facts.get("average_ms", 0.0) / 1e3 if span.name == "window" else 0.0
     if span.merged_s is not None:
         yield from _parted_slot(span, average_s)
@@ -199,7 +199,7 @@ def parted(span: Span) -> Iterator[Span]:
 
 
 def _parted_slot(span: Span, average_s: float) -> Iterator[Span]:
-    """Merged windows: compute and averages each fill a part of the whole slot."""
+    """Split merged windows: compute and averages each fill a part of the whole slot."""
     yield replace(span, merged_s=max(0.0, span.seconds - average_s))
     if average_s:
         count = {"count": span.count}
@@ -238,7 +238,7 @@ def _bars(bars: Sequence[Bar], *, lane: str, row: int, colour: str, yaxis: str) 
         "y": [row] * len(bars),
         "yaxis": yaxis,
         "width": 0.72,
-        # An outline keeps bars visible that are shorter than a pixel; around many bars it would hide the gaps.
+        # An outline keeps bars visible that are narrower than a pixel; around many bars it would hide the gaps.
         "marker": {
             "color": colour,
             "line": {"color": colour, "width": 0.6 if len(bars) <= _MAX_OUTLINED else 0},
@@ -252,7 +252,7 @@ def _bars(bars: Sequence[Bar], *, lane: str, row: int, colour: str, yaxis: str) 
 
 
 def _opacity(bar: Bar) -> float:
-    """Opacity by the fraction of a bar that its spans fill, with a visible minimum."""
+    """The opacity of a bar: the fraction that its spans fill, with a visible minimum."""
     length_s = bar.end_s - bar.start_s
     return round(max(0.15, min(1.0, bar.seconds / length_s)), 2) if length_s > 0 else 1.0
 
@@ -292,7 +292,7 @@ def _gap_spans(timeline: Timeline) -> list[Span]:
 
 
 def lanes_key() -> Markup:
-    """The legend of the lanes, besides the colours of the ranks."""
+    """The legend of the lanes, without the colours of the ranks."""
     colours = {"set-up": _SETUP_COLOUR, "average": _AVERAGE_COLOUR}
     colours |= {"evaluation" if cause == "evaluation" else f"idle: {cause}": c for cause, c in CAUSE_COLOURS.items()}
     return key(colours)
@@ -345,7 +345,7 @@ def _marks(timeline: Timeline, kind: str, yaxis: str, times_s: Sequence[float], 
 
 
 def _heights(moments_s: Iterable[float], times_s: Sequence[float], anchors: Sequence[int]) -> list[int]:
-    """The anchor at each of some moments; both run forward in time."""
+    """The anchor at each of the given moments; moments and times are in ascending order."""
     heights, i = [], 0
     for moment_s in moments_s:
         while i + 1 < len(times_s) and times_s[i + 1] <= moment_s:

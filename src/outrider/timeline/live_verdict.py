@@ -1,7 +1,7 @@
 """The verdict of the live page: one sentence about a running job that its user can act on, with the evidence.
 
-Decides what holds a run up, and on which rank, from the pulses of the last seconds and those before. Pure: the caller
-passes the time. Called by the view of the live page.
+Decides what slows a run down, and on which rank, from the pulses of the last seconds and earlier ones. Reads no clock:
+the caller passes the time. Called by the view of the live page.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from outrider.timeline.pulses import Pulse
 from outrider.timeline.rank_load import RankLoad, load_of, since, world_load
 
 RECENT_S = 5.0
-"""The present: long enough for several batches of most models, short enough to name a delay within ten seconds."""
+"""Length of the present: several batches of most models, but short enough to report a delay within ten seconds."""
 HISTORY_S = 300.0
-"""What the present is compared with."""
+"""Length of the history with which the present is compared."""
 SILENT_S = 10.0
-"""A rank writes two pulses a second, also while it waits."""
+"""A rank without pulses for this long is silent; ranks write two pulses a second, even while they wait."""
 STUCK_S = 15.0
 
-# Shares of a rank's training time from which a cause is worth a sentence.
+# A cause that takes at least this fraction of a rank's training time is worth a sentence.
 _MUCH = 0.10
 _SLOWER = 1.4
-"""Machines that do other things too are often a third slower for a while."""
+"""Minimum slowdown to report: machines that also do other work are often a third slower for a while."""
 _ALIKE = 3.0
-"""Slowdowns that differ by less have one reason."""
+"""Slowdowns that differ by less than this factor have the same cause."""
 _NOTABLE_S = 0.05
-"""A delay of each batch or average that nobody would take for noise."""
+"""A delay per batch or average that is clearly above noise."""
 _NOTABLE_PART = 0.02
 _SKEWED = 0.15
 _WARM_UP = 4
-"""Pulses: two seconds."""
+"""Number of pulses in the warm-up: two seconds."""
 _COSTLY = 0.25
 
 Clock = Callable[[float], str]
-"""Seconds since the start of the run as a time of day."""
+"""Converts seconds since the start of the run to a time of day."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveVerdict:
-    """What the page says at its top."""
+    """The verdict at the top of the page."""
 
     level: str
     """ok, notice or problem."""
@@ -54,33 +54,33 @@ class LiveVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _JudgedRank:
-    """One rank as the verdict sees it."""
+    """The data of one rank that the verdict uses."""
 
     rank: int
     device: str
     recent: RankLoad
     pulses: Sequence[Pulse]
     before: Sequence[RankLoad]
-    """Earlier stretches of half the length of the present, without those that already were as slow as it is."""
+    """Earlier stretches, each half as long as the present, without the slow ones at the end."""
 
     @property
     def name(self) -> str:
         return f"Rank {self.rank} ({self.device})" if self.device else f"Rank {self.rank}"
 
     def usual(self, measure: Callable[[RankLoad], float | None]) -> float | None:
-        """The median of a measure over earlier times; None where it is not known."""
+        """The median of a measure over earlier stretches; None if it is not known."""
         values = [value for load in self.before if (value := measure(load)) is not None]
         return statistics.median(values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Finding:
-    """Something that takes `part` of a rank's training time."""
+    """A cause that takes `part` of a rank's training time."""
 
     part: float
     verdict: LiveVerdict
     times: float = 1.0
-    """As long per sample as before."""
+    """Slowdown: time per sample relative to the usual time."""
 
 
 def judge(
@@ -92,7 +92,7 @@ def judge(
     reason: str | None = None,
     policy: str | None = None,
 ) -> LiveVerdict:
-    """The verdict about a run that goes on; `reason` are the words of its last plan."""
+    """Judge a running run; `reason` is the text of its last plan."""
     names = devices or {}
     ranks = [_rank(rank, names.get(rank, ""), known, now_s) for rank, known in sorted(pulses.items()) if known]
     if not ranks:
@@ -105,7 +105,7 @@ def judge(
     findings = [finding for rank in ranks for finding in _findings(rank, clock)]
     if len(ranks) > 1 and [finding.verdict.kind for finding in findings] == ["compute"] * len(ranks):
         times = sorted(finding.times for finding in findings)
-        # Another program on the machine slows all ranks alike; what holds one rank up much longer is its own.
+        # Another program on the machine slows all ranks alike; a much slower rank has a problem of its own.
         if times[-1] < _ALIKE * times[-2]:
             return _all_slower(findings)
     if findings:
@@ -127,7 +127,7 @@ def _rank(rank: int, device: str, pulses: Sequence[Pulse], now_s: float) -> _Jud
 
 
 def _stretches(pulses: Sequence[Pulse]) -> Iterator[RankLoad]:
-    """Consecutive stretches of training. The first seconds warm up: they count only while there are no others."""
+    """Yield consecutive stretches of training; the first seconds, a warm-up, count only while there are few others."""
     open_: list[Pulse] = []
     seconds = 0.0
     trained = [pulse for pulse in pulses if pulse.batches or "compute" in pulse.spent_s]
@@ -140,7 +140,7 @@ def _stretches(pulses: Sequence[Pulse]) -> Iterator[RankLoad]:
 
 
 def _calm(stretches: list[RankLoad]) -> list[RankLoad]:
-    """Without the slow ones at the end: a delay that goes on must not become what is usual."""
+    """Remove the slow stretches at the end, so that a lasting delay does not become the usual time."""
     values = sorted(value for load in stretches if (value := load.compute_s_per_sample) is not None)
     if not values:
         return stretches
@@ -151,7 +151,7 @@ def _calm(stretches: list[RankLoad]) -> list[RankLoad]:
     return stretches[:end] or stretches
 
 
-# What stands still
+# Ranks that do not progress
 
 
 def _silent(ranks: Sequence[_JudgedRank], now_s: float) -> LiveVerdict | None:
@@ -169,7 +169,7 @@ def _silent(ranks: Sequence[_JudgedRank], now_s: float) -> LiveVerdict | None:
 
 
 def _stuck(ranks: Sequence[_JudgedRank]) -> LiveVerdict | None:
-    """A rank that others may wait for, in the middle of one thing for long."""
+    """Find a rank that has been in one phase for too long, so that other ranks may wait for it."""
     for rank in ranks:
         last = rank.pulses[-1]
         if last.phase in ("compute", "data", "join") and last.phase_s >= STUCK_S:
@@ -211,7 +211,7 @@ def _doing(phase: str) -> str:
     return words.get(phase, phase)
 
 
-# What takes the time of one rank
+# Causes that slow one rank
 
 
 def _findings(rank: _JudgedRank, clock: Clock) -> Iterator[_Finding]:
@@ -244,7 +244,7 @@ def _data(rank: _JudgedRank) -> _Finding | None:
 
 
 def _link(rank: _JudgedRank) -> _Finding | None:
-    """What a rank does between its last step and the sum with the others is neither compute nor data."""
+    """Find time between a rank's last step and the sum with other ranks, which is neither compute nor data."""
     load, part = rank.recent, rank.recent.part("join")
     per_average_s = load.spent_s["join"] / max(1, load.averages)
     if part < _NOTABLE_PART or per_average_s < _NOTABLE_S:
@@ -272,10 +272,10 @@ def _slower(rank: _JudgedRank, clock: Clock) -> _Finding | None:
     usual_batch_s = rank.usual(lambda before: before.compute_s_per_batch)
     if usual_s is None or usual_batch_s is None or load.training_s <= 0:
         return None
-    # Without a single batch in all this time, one batch takes at least as long.
+    # If no batch ended in all this time, one batch takes at least this long.
     batch_s = load.compute_s_per_batch or load.spent_s["compute"]
     ratio = load.compute_s_per_sample / usual_s if load.compute_s_per_sample else batch_s / usual_batch_s
-    # Small batches cost more per sample, which is no change of the device: shares may have moved.
+    # Smaller batches cost more per sample without any change of the device: the rank's share may have changed.
     if ratio < max(_SLOWER, 1.15 * _noise(rank, usual_s)) or batch_s < 0.9 * usual_batch_s:
         return None
     part = load.spent_s["compute"] * (1 - 1 / ratio) / load.training_s
@@ -297,13 +297,13 @@ def _slower(rank: _JudgedRank, clock: Clock) -> _Finding | None:
 
 
 def _noise(rank: _JudgedRank, usual_s: float) -> float:
-    """How much slower than usual a quarter of the earlier times was."""
+    """The slowdown that a quarter of the earlier stretches reached or exceeded."""
     values = sorted(value for load in rank.before if (value := load.compute_s_per_sample) is not None)
     return values[(3 * len(values)) // 4] / usual_s if len(values) >= 4 else 1.0
 
 
 def _all_slower(findings: Sequence[_Finding]) -> LiveVerdict:
-    """Ranks of one machine that slow down together have the same reason."""
+    """The verdict if all ranks slowed down together, which has one cause."""
     told = [finding.verdict for finding in findings]
     return LiveVerdict(
         level="problem",
@@ -314,7 +314,7 @@ def _all_slower(findings: Sequence[_Finding]) -> LiveVerdict:
 
 
 def _began_s(pulses: Sequence[Pulse], usual_s: float) -> float:
-    """When the newest slow time began: the end of the last pulse that was not slow."""
+    """The start of the current slow period: the end of the last pulse that was not slow."""
     begun_s = pulses[0].start_s
     for pulse in pulses:
         is_slow = pulse.samples == 0 or pulse.spent_s.get("compute", 0.0) / pulse.samples > usual_s * _SLOWER * 0.85
@@ -323,11 +323,11 @@ def _began_s(pulses: Sequence[Pulse], usual_s: float) -> float:
     return begun_s
 
 
-# What takes the time of all
+# Causes that slow all ranks
 
 
 def _averages(ranks: Sequence[_JudgedRank]) -> LiveVerdict | None:
-    """Averages that all ranks find slow: nobody waits for a single rank."""
+    """Find averages that are slow for all ranks, so that no single rank is the cause."""
     if len(ranks) < 2 or not all(rank.recent.averages for rank in ranks):
         return None
     quickest = min(ranks, key=lambda rank: _own_average_s(rank.recent) or 0.0)
@@ -350,12 +350,12 @@ def _averages(ranks: Sequence[_JudgedRank]) -> LiveVerdict | None:
 
 
 def _own_average_s(load: RankLoad) -> float | None:
-    """What an average takes from a rank, without the waits for others that are known."""
+    """The time that an average takes from a rank, without known waits for other ranks."""
     return max(0.0, load.spent_s["average"] - load.waited_s) / load.averages if load.averages else None
 
 
 def _skew(ranks: Sequence[_JudgedRank], policy: str | None) -> LiveVerdict | None:
-    """Ranks that wait for a rank that never waits. All policies but sync move shares until nobody does."""
+    """Find ranks that wait for a rank that never waits; all policies except sync change shares until no rank waits."""
     parts = {rank.rank: rank.recent.waited_s / max(1e-9, rank.recent.training_s) for rank in ranks}
     slowest, waiting = min(parts, key=lambda rank: parts[rank]), max(parts, key=lambda rank: parts[rank])
     is_fixed = policy == "sync"
@@ -422,7 +422,7 @@ def _slower_together(ranks: Sequence[_JudgedRank], gain: float, words: str) -> L
     )
 
 
-# Words
+# Wording
 
 
 def _percent(part: float) -> str:

@@ -1,6 +1,6 @@
-"""Pulses: what a rank did in each half second, as the live page reads it while the run goes on.
+"""Pulses: what a rank did in each half second, for the live page during the run.
 
-Decides the content of a pulse, how two become one, and how a long run keeps a bounded number of them. Does no I/O.
+Decides the content of a pulse, how pulses are merged, and how a long run keeps a bounded number of them. Does no I/O.
 Called by the recorder's thread, by the reader of the live page and by its verdict.
 """
 
@@ -27,9 +27,9 @@ class Pulse:
     """Seconds since the start of the run."""
     seconds: float
     phase: str
-    """What it did at the end."""
+    """The phase at the end of the pulse."""
     phase_s: float = 0.0
-    """For how long it had been doing that."""
+    """Time that the rank had been in that phase."""
     spent_s: Mapping[str, float] = field(default_factory=dict)
     samples: int = 0
     batches: int = 0
@@ -64,7 +64,7 @@ def between(before: ActivityTotals, after: ActivityTotals, *, end_s: float) -> P
 
 
 def joined(pulses: Sequence[Pulse]) -> Pulse:
-    """Several successive pulses as one; counts and times stay exact."""
+    """Merge successive pulses into one; counts and times stay exact."""
     last = pulses[-1]
     spent_s = dict.fromkeys(PHASES, 0.0)
     for pulse in pulses:
@@ -87,19 +87,19 @@ def joined(pulses: Sequence[Pulse]) -> Pulse:
 
 
 def thinned(items: Sequence[Item], *, newest: int, join: Callable[[Sequence[Item]], Item]) -> list[Item]:
-    """The newest ones as they are, and every two older ones as one: the oldest get coarser each time."""
+    """Keep the newest items and merge each pair of older items; the oldest get coarser with every call."""
     older, kept = items[: max(0, len(items) - newest)], items[max(0, len(items) - newest) :]
     return [join(older[i : i + 2]) for i in range(0, len(older), 2)] + list(kept)
 
 
-# As lines of a file
+# Pulses as lines of a file
 
 _TOTALS = ("samples", "batches", "averages", "loss_samples")
 _TIMES = ("average_s", "waited_s", "loss_sum", "phase_s")
 
 
 def as_line(pulse: Pulse) -> dict[str, Any]:
-    """What is written; zeros are left out."""
+    """The JSON line of a pulse; zeros are left out."""
     line: dict[str, Any] = {"t": round(pulse.end_s, 3), "s": round(pulse.seconds, 4), "phase": pulse.phase}
     line |= {name: value for name in _TOTALS if (value := getattr(pulse, name))}
     line |= {name: value for name in _TIMES if (value := round(getattr(pulse, name), 5))}
@@ -108,7 +108,7 @@ def as_line(pulse: Pulse) -> dict[str, Any]:
 
 
 def parse(line: Mapping[str, Any]) -> Pulse | None:
-    """The pulse of a line; None where it is none, as in a damaged file."""
+    """The pulse in a line; None if the line is not a pulse, as in a damaged file."""
     try:
         spent_s = {str(name): float(seconds) for name, seconds in dict(line["spent_s"]).items() if name in PHASES}
         numbers: dict[str, Any] = {name: int(line.get(name, 0)) for name in _TOTALS}
@@ -122,7 +122,7 @@ def parse(line: Mapping[str, Any]) -> Pulse | None:
 
 
 def joined_lines(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several lines of one file as one."""
+    """Merge several lines of one file into one."""
     return as_line(joined([pulse for pulse in map(parse, lines) if pulse is not None]))
 
 

@@ -1,4 +1,4 @@
-"""What pulses say about a rank over some time: its rate, its own pace, and what its time went to.
+"""Sums the pulses of a rank over some time: its rate, its own pace, and how it spent its time.
 
 Decides which seconds count as training and which as waiting. Does no I/O. Called by the verdict and by the live page.
 """
@@ -15,34 +15,34 @@ TRAINING = ("compute", "data", "join", "average")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLoad:
-    """The sums over some pulses of one rank."""
+    """Sums over pulses of one rank."""
 
     spent_s: Mapping[str, float]
     samples: int
     batches: int
     averages: int
     average_s: float
-    """Duration of the averages, also where they ran in the background."""
+    """Total duration of the averages, including background averages."""
     waited_s: float
 
     @property
     def training_s(self) -> float:
-        """Time in which the rank trained, its averages and waits included."""
+        """Time in which the rank trained, including its averages and waits."""
         return sum(self.spent_s[name] for name in TRAINING)
 
     @property
     def present_s(self) -> float:
-        """The same with rests: time in which the run trained."""
+        """Time in which the run trained: the rank's training time and its rests."""
         return self.training_s + self.spent_s["rest"]
 
     @property
     def own_s(self) -> float:
-        """Time of its own steps, data included."""
+        """Time of the rank's own steps, including data."""
         return self.spent_s["compute"] + self.spent_s["data"]
 
     @property
     def pace(self) -> float | None:
-        """Samples per second that the rank reaches while it steps; None without samples."""
+        """Samples per second of the rank's own steps; None without samples."""
         return self.samples / self.own_s if self.samples and self.own_s > 0 else None
 
     @property
@@ -54,7 +54,7 @@ class RankLoad:
         return self.spent_s["compute"] / self.batches if self.batches else None
 
     def part(self, phase: str) -> float:
-        """The part of its training time that went to a phase."""
+        """The fraction of its training time that the rank spent in a phase."""
         return self.spent_s[phase] / self.training_s if self.training_s > 0 else 0.0
 
 
@@ -71,7 +71,7 @@ def load_of(pulses: Iterable[Pulse]) -> RankLoad:
 
 
 def since(pulses: Sequence[Pulse], start_s: float) -> list[Pulse]:
-    """The newest pulses, back to the first that began before `start_s`."""
+    """The newest pulses, which all began at or after `start_s`."""
     first = len(pulses)
     while first > 0 and pulses[first - 1].start_s >= start_s - 1e-6:
         first -= 1
@@ -80,12 +80,12 @@ def since(pulses: Sequence[Pulse], start_s: float) -> list[Pulse]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldLoad:
-    """All ranks together."""
+    """The throughput of all ranks together."""
 
     rate: float | None
     """Samples per second of training time."""
     pace_sum: float | None
-    """The same if every rank stepped all the time."""
+    """Samples per second if every rank took steps all the time."""
     best_pace: float | None
     """The pace of the fastest rank."""
 
@@ -95,12 +95,12 @@ class WorldLoad:
 
     @property
     def gain(self) -> float | None:
-        """How much faster all ranks are than the fastest one without the others."""
+        """The speedup of all ranks over the fastest rank alone."""
         return self.rate / self.best_pace if self.rate is not None and self.best_pace else None
 
 
 def world_load(recent: Mapping[int, RankLoad], *, paces: Mapping[int, float]) -> WorldLoad:
-    """`paces` are those of earlier times, for ranks that rest."""
+    """Combine the loads of all ranks; `paces` are earlier paces, used for ranks that rest."""
     present = [load.present_s for load in recent.values() if load.present_s > 0]
     samples = sum(load.samples for load in recent.values())
     known = {rank: load.pace or paces.get(rank) for rank, load in recent.items()}

@@ -1,7 +1,7 @@
 """Records the events of one rank: kind, time, duration and reason.
 
 Decides where events are stored: in memory until the run folder is known, then in the rank's own file. The callers
-decide which events exist, `slots` how many are kept.
+decide which events exist, and `slots` decides how many are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Recorder:
         self._last_totals = self.activity.totals()
         self._pulses: BoundedFile | None = None
         self._next_pulse_s = 0.0
-        # The monotonic clock orders events; the wall clock only aligns this rank with the others.
+        # The monotonic clock orders events; the wall clock only aligns this rank with other ranks.
         self._offset_s = time.time() - origin_s - time.perf_counter()
         self._limit = EventLimit(self._keep, world_size=world_size)
         self._file: LineFile | None = None
@@ -68,17 +68,17 @@ class Recorder:
             self.event("wait", cause=cause, ms=round(seconds * 1e3, 3))
 
     def reset_waits(self) -> None:
-        """A new epoch begins: count waits from zero."""
+        """Reset the waits to zero when a new epoch begins."""
         self.wait_s = dict.fromkeys(CAUSES, 0.0)
 
     def add_wait(self, cause: str, seconds: float) -> None:
-        """Add a short, frequent wait without an event of its own, such as in every shared step."""
+        """Add a short, frequent wait without recording an event, such as the wait in every shared step."""
         self.wait_s[cause] += seconds
 
     def write_to(self, folder: Path, *, has_pulses: bool = False) -> None:
-        """Write the events so far, and those to come, into the rank's file in a run folder.
+        """Write the events so far and all later events into the rank's file in a run folder.
 
-        With `has_pulses` the rank's activity goes to a file for the live page.
+        With `has_pulses`, the rank's activity is written to a file for the live page.
         """
         if has_pulses:
             self._open_pulses(folder)
@@ -118,7 +118,7 @@ class Recorder:
         with self._lock:
             self._limit.tick(now_s)
         if self._pulses is not None and now_s >= self._next_pulse_s:
-            # A little early is better than one flush late.
+            # A pulse slightly too early is better than a pulse one flush too late.
             self._next_pulse_s = now_s + 0.9 * pulses.PERIOD_S
             self._pulses.add(self._pulse())
 

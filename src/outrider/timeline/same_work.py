@@ -1,7 +1,7 @@
-"""Which runs can be compared by their samples per second: those that do the same work on the same devices.
+"""Decides which runs can be compared by samples per second: runs that do the same work on the same devices.
 
-Decides which options count. Called by the receipt of a forecast, and by the live page for its comparison with
-`independent`.
+Decides which options count. Called when a run is compared with its forecast, and by the live page for its comparison
+with `independent`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STEP_OPTIONS = (
     "resident",
     "threads_per_rank",
 )
-"""What a step takes depends on these."""
+"""Options on which the duration of a step depends."""
 AVERAGE_OPTIONS = ("wire", "verify", "average_optimizer", "backend")
-"""What an average takes depends on these."""
+"""Options on which the duration of an average depends."""
 
 
 def has_same_steps(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two records are of the same model, data, devices and machine; policies may differ."""
+    """Whether two records have the same model, data, devices and machine; policies may differ."""
     return (
         one.get("parameters") is not None
         and all(one.get(name) == other.get(name) for name in ("parameters", "num_samples", "devices"))

@@ -1,7 +1,7 @@
 """Samples the utilization of devices during a run: NVML for GPUs, psutil for the processes of CPU ranks.
 
-Decides when and what is read, and how many samples are kept; `idle` interprets them. One thread of the
-starter, or of a session's rank 0, begun and ended with the run; a device or a driver may be missing.
+Decides what is read and when, and how many samples are kept; `idle` interprets them. Runs in one thread of the starter,
+or of a session's rank 0, for the duration of the run. A device or a driver may be missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.timeline.device_conditions import (
 
 PERIOD_S = 0.1
 MAX_SAMPLES = 36_000
-"""Samples of one hour; a longer run keeps the mean of 2, 4, 8 … readings as one sample."""
+"""The samples of one hour; in a longer run each sample is the mean of 2, 4, 8 … readings."""
 
 Gauge = Callable[[], float | None]
 """Utilization of a device in percent since the last reading; None if unknown."""
@@ -36,7 +36,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledProcess:
-    """A rank as the sampler sees it."""
+    """The facts about a rank that the sampler needs."""
 
     rank: int
     device: str
@@ -45,7 +45,7 @@ class SampledProcess:
 
 
 class Sampler:
-    """Call `begin()` when the ranks run and `end()` when they have ended; also ends when `is_over` returns true."""
+    """Samples utilization from `begin()`, when the ranks run, until `end()` or until `is_over` returns true."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Sampler:
         is_over: Callable[[], bool],
         folder: Path | None = None,
     ) -> None:
-        """`origin_s` is the wall-clock time of the run's start, as the recorders have it.
+        """`origin_s` is the wall-clock time of the run's start, as in the recorders.
 
-        `folder` is the run folder, where the live page finds the devices while the run goes on.
+        `folder` is the run folder, where the live page reads the state of the devices during the run.
         """
         self._workers = tuple(workers)
         self._is_over = is_over
@@ -81,7 +81,7 @@ class Sampler:
             self._trouble = None
 
     def utilization(self, events: Iterable[Event]) -> dict[str, Any]:
-        """The samples as `timeline.json` has them; which GPU a rank had is known from its event `ready`."""
+        """The samples in the form of `timeline.json`; the event `ready` of a rank says which GPU it used."""
         gpus = {event["rank"]: event.get("gpu") for event in events if event["kind"] == "ready"}
         devices = [self._of_rank(worker, gpus.get(worker.rank)) for worker in self._workers]
         period_ms = round(PERIOD_S * 1e3 * self._series.readings_per_sample)
@@ -101,7 +101,7 @@ class Sampler:
                     stack.enter_context(self._live)
                 while not self._ended.wait(PERIOD_S) and not self._is_over():
                     self._sample(gauges)
-        except Exception as error:  # told by `end`: a run need not fail of it, but must not hide it
+        except Exception as error:  # `end` reports it: the run must not fail because of it, nor hide it
             self._trouble = named(error)
 
     def _sample(self, gauges: Mapping[str, Gauge]) -> None:
@@ -127,13 +127,13 @@ class Sampler:
             self._live.conditions[key] = read
 
     def _gpu_gauges(self, stack: ExitStack) -> dict[str, Gauge]:
-        """One per GPU that NVML shows, by UUID: torch numbers GPUs in another order than NVML."""
+        """One gauge per GPU that NVML lists, by UUID, because torch numbers GPUs in another order than NVML."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
         except Exception:
-            # No library, driver or permission: training works without NVML.
+            # The library, driver or permission is missing; training works without NVML.
             return {}
         stack.callback(pynvml.nvmlShutdown)
         gauges = {}
@@ -146,7 +146,7 @@ class Sampler:
 
 
 class _Series:
-    """A bounded number of readings of all gauges; when it is full, pairs of neighbours become their mean."""
+    """A bounded number of readings of all gauges; when it is full, each pair of neighbours is replaced by its mean."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -158,7 +158,7 @@ class _Series:
         self.percents = {name: [] for name in names}
 
     def add(self, now_s: float, reading: Mapping[str, float | None]) -> None:
-        """A sample has the time of its last reading and covers the time since the previous sample."""
+        """Add a reading; a sample has the time of its last reading and covers the time since the previous sample."""
         self._pending.append(reading)
         if len(self._pending) < self.readings_per_sample:
             return
@@ -186,7 +186,7 @@ def _is_cpu(worker: SampledProcess) -> bool:
 
 
 def _process_gauge(worker: SampledProcess) -> Gauge:
-    """CPU time of the rank's process as a fraction of the time of its threads; throttled ranks stay below 100."""
+    """CPU time of the rank's process in percent of the time of its threads; throttled ranks stay below 100."""
     import psutil
 
     clock = _ProcessClock(worker.pid, worker.num_threads)
@@ -225,7 +225,7 @@ class _ProcessClock:
 
 
 def _gpu_gauge(library: Any, handle: Any) -> Gauge:
-    """Utilization of the whole GPU by all processes; slices of one GPU show the same value."""
+    """Utilization of the whole GPU by all processes; all slices of a GPU have the same value."""
 
     def read() -> float | None:
         try:

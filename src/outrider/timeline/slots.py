@@ -1,8 +1,7 @@
 """Bounds the number of a rank's events: after a limit, the events of a time slot become one event per kind.
 
 Decides which events are kept individually, the length of a slot, and how events are merged: counts, times and samples
-stay exact.
-Does no I/O. Called by the recorder.
+stay exact. Does no I/O. Called by the recorder.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Event = dict[str, Any]
-"""`t` seconds since the start of the run, `rank`, `kind`, and the fields of the kind."""
+"""Has `t` (seconds since the start of the run), `rank`, `kind`, and the fields of the kind."""
 
 STEP_KINDS = frozenset({"window", "average start", "average end", "wait", "plan"})
 """Kinds that occur one or more times in every window."""
@@ -21,7 +20,7 @@ DETAILED_STEP_EVENTS = 20_000
 DETAILED_OTHER_EVENTS = 5_000
 SLOT_S = 1.0
 SLOTS_PER_RUN = 1_000
-"""A slot lasts at least a second and at least this fraction of the run so far."""
+"""A slot lasts at least a second, and at least the time since the start of the run divided by this number."""
 FULL_DETAIL_RANKS = 4
 """Larger worlds keep fewer events per rank, so that the size of a merged timeline stays about the same."""
 
@@ -32,7 +31,7 @@ Key = tuple[str, str, bool]
 
 
 class EventLimit:
-    """Passes events to `keep` in order of time: first individually, later one per slot and kind."""
+    """Passes events to `keep`, ordered by time: first individually, later one event per slot and kind."""
 
     def __init__(self, keep: Callable[[Event], None], *, world_size: int = 1) -> None:
         self._keep = keep
@@ -44,7 +43,7 @@ class EventLimit:
         self._last_end_s: dict[Key, float] = {}
         self._average_starts: dict[int, float] = {}
         self._open_average: Event | None = None
-        """The merged averages whose last one is not followed by a window yet."""
+        """The merged averages, if no window has followed the last of them yet."""
         self._last_average: tuple[float, float] = (0.0, 0.0)
         self._window_start_s = 0.0
         self._epoch_start: Event | None = None
@@ -74,7 +73,7 @@ class EventLimit:
         return True
 
     def tick(self, now_s: float) -> None:
-        """End the slot if its time is over."""
+        """End the slot if its time has passed."""
         if self._merged and now_s >= self._slot_end_s:
             self.end_slot()
 
@@ -89,7 +88,7 @@ class EventLimit:
             self._keep(_rounded(event))
 
     def end(self) -> None:
-        """End of the run: pass on everything, including an unfinished epoch."""
+        """Pass on all events at the end of the run, including an unfinished epoch."""
         self.end_slot()
         if self._epoch_start is not None:
             self._keep(self._epoch_start)
@@ -104,7 +103,7 @@ class EventLimit:
         self._merged[key] = {**event, "count": before["count"] + 1}
 
     def _sum(self, event: Event, *, start_s: float) -> Event:
-        """Add to the event of its kind and cause; it lasts from the first to the last event."""
+        """Add an event to the merged event of its kind and cause, which lasts from the first to the last event."""
         key = (event["kind"], event.get("cause", ""), "window" in event)
         merged = self._merged.get(key)
         if merged is None:
@@ -144,7 +143,7 @@ class EventLimit:
         drift = event["drift"]
         merged = self._sum(event, start_s=start_s)
         span_ms = (end_s - start_s) * 1e3
-        # A window that started meanwhile shows that the rank computed during the average.
+        # If a window started during the average, the rank computed meanwhile.
         is_blocking = self._window_start_s < start_s
         merged["span_ms"] = merged.get("span_ms", 0.0) + span_ms
         merged["blocking_ms"] = merged.get("blocking_ms", 0.0) + (span_ms if is_blocking else 0.0)

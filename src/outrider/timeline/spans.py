@@ -1,6 +1,6 @@
 """Converts a run's events to spans of time: rank, lane, name, start and end.
 
-Decides how events are read. Drawing, tables and idle analysis use the result.
+Decides how events are interpreted. Drawing, tables and idle analysis use the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Event = Mapping[str, Any]
 
 COMPUTE, AVERAGE, WAIT = "compute", "average", "wait"
 LANES = (COMPUTE, AVERAGE, WAIT)
-"""Spans of one lane of one rank do not overlap; an average may run beside the next window."""
+"""Spans in one lane of a rank do not overlap; an average, in another lane, may run during the next window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ _MERGED = {
 
 
 def _merged(event: Event) -> Span | None:
-    """The merged events of a slot, see `slots`: from the start of the first to the end of the last."""
+    """The span of a slot's merged events (see `slots`), from the start of the first to the end of the last."""
     lane, name = (WAIT, event["cause"]) if event["kind"] == "wait" else _MERGED.get(event["kind"], (None, ""))
     if lane is None:
         return None
@@ -95,7 +95,7 @@ def _merged(event: Event) -> Span | None:
 
 
 def _wait(event: Event, average_starts: Mapping[int, float]) -> Span:
-    """A wait for others in a blocking average is reported one window later; it was at the start of that average."""
+    """The span of a wait; waits in a blocking average are reported one window later, but lie at the average's start."""
     seconds = event["ms"] / 1e3
     start_s = average_starts.get(event.get("window", -1), event["t"] - seconds)
     return Span(
@@ -125,7 +125,7 @@ def _facts(event: Event) -> dict[str, Any]:
 
 
 def boundaries(mine: Sequence[Event]) -> list[tuple[float, float]]:
-    """From the end of each epoch of one rank to the start of the next; merged epochs count as one."""
+    """The times from the end of each epoch of one rank to the start of the next; merged epochs count as one."""
     ends = [event["t"] for event in mine if event["kind"] == "epoch end"]
     starts = [event["t"] for event in mine if event["kind"] == "epoch start"]
     starts += [event["start"] for event in mine if event["kind"] == "epoch end" and "count" in event]

@@ -1,7 +1,7 @@
-"""The files of a timeline: JSON lines that a rank appends to as things happen, and files written whole or not at all.
+"""The files of a timeline: JSON lines that a rank appends during the run, and files that are written atomically.
 
-Decides how lines survive a crash and how errors name their file. Called by the recorder, the exporters and whatever
-reads a run folder.
+Decides how lines survive a crash and how errors name their file. Called by the recorder, the exporters and all readers
+of a run folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
-    """The same for a file that is written in pieces."""
+    """Like `write_text`, for a file that is written in pieces."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with explained(path):
         try:
@@ -49,9 +49,9 @@ def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a run with all finished epochs; None without a record.
+    """Read the record of a run with all finished epochs; None without a record.
 
-    Epochs are appended to a file; `record.json` gets them every few seconds, and at the end.
+    Epochs are appended to a separate file, and added to `record.json` every few seconds and at the end.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -64,7 +64,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, up to an incomplete line; empty without a file."""
+    """Read the objects of a file of JSON lines, up to an incomplete line; empty without a file."""
     found: list[dict[str, Any]] = []
     try:
         lines = path.read_bytes().splitlines()
@@ -79,7 +79,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a run; an error names a damaged file."""
+    """Read a JSON object from a file of a run; the error for a damaged file names it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -97,7 +97,7 @@ _MAX_WAITING = 1_000
 
 
 class LineFile:
-    """Writes JSON lines a few times a second, from a thread of its own; `close()` writes the rest."""
+    """Writes JSON lines a few times a second, from its own thread; `close()` writes the rest."""
 
     def __init__(self, path: Path, *, what: str, before_write: Callable[[], None] = lambda: None) -> None:
         """`what` describes the lines in warnings; `before_write` is called before every write and may add lines."""
@@ -113,7 +113,7 @@ class LineFile:
         self._thread = threading.Thread(target=self._run, name="outrider-events", daemon=True)
 
     def open(self, header: Mapping[str, Any]) -> None:
-        """Start a new file; that of an earlier start is kept as `rank<i>.previous.jsonl`."""
+        """Start a new file; keeps the file of an earlier start as `rank<i>.previous.jsonl`."""
         with self._refusals():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_file():
@@ -130,7 +130,7 @@ class LineFile:
             self._write()
 
     def flush(self) -> None:
-        """Write the pending lines; the thread calls this too, so a hung rank has written its last lines."""
+        """Write the pending lines; the thread also calls this, so that even a hung rank writes its last lines."""
         self._before_write()
         self._write()
 
@@ -161,7 +161,7 @@ class LineFile:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """A disk that is full ends the recording, not the training."""
+        """End the recording, but not the training, if the disk refuses a write, for example because it is full."""
         try:
             yield
         except OSError as error:
@@ -175,7 +175,7 @@ class LineFile:
 
 
 def encoded(value: Any) -> bytes:
-    """One line of JSON; anything without a JSON form becomes its name, infinities and NaN become null."""
+    """Encode a value as a JSON line; objects without a JSON form become their names, infinities and NaN become null."""
     try:
         text = _ENCODE(value)
     except ValueError:
@@ -187,7 +187,7 @@ _ENCODE = json.JSONEncoder(separators=(",", ":"), default=str, allow_nan=False).
 
 
 def finite(value: Any) -> Any:
-    """The same value with null for infinities and NaN, which JSON does not have."""
+    """Replace infinities and NaN, which JSON cannot represent, by null."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):

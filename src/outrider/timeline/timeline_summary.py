@@ -1,4 +1,4 @@
-"""The summary of a timeline: what each rank did, what it waited for, and the changes of the anchor.
+"""The summary of a timeline: how each rank spent its time, what it waited for, and the changes of the anchor.
 
 Decides how events are summed. The page and the command line format the numbers.
 """
@@ -26,19 +26,19 @@ class RankSummary:
     share: float | None
     """Share of all samples; None without samples."""
     compute_s: float
-    """Time of its steps, including data, throttle and kernels, without averages."""
+    """Time of the rank's steps, including data, throttle and kernels, without averages."""
     throttle_s: float
     averages: int
-    """Number of averages with an event; those inside shared steps have none."""
+    """Number of averages with an event; averages inside shared steps have none."""
     average_ms: float | None
-    """The median of those; averages that were merged into one event count with their mean."""
+    """The median duration of these averages; averages that were merged into one event count with their mean."""
     waits_s: dict[str, float]
     gaps_s: dict[str, float] | None
-    """None without samples."""
+    """Seconds in idle gaps by cause; None if utilization was not sampled."""
 
 
 def summarize(timeline: Timeline) -> list[RankSummary]:
-    """What each rank did."""
+    """Summarize the time of each rank."""
     waits = recorded_s(timeline.events)
     gaps = sampled_s(timeline.utilization, timeline.gaps)
     by_rank = {rank: _own(timeline, rank) for rank in timeline.devices}
@@ -67,13 +67,13 @@ class AnchorChange:
 
     at_s: float
     before: int | None
-    """None at the first plan."""
+    """The anchor before the change; None for the first plan."""
     after: int
     reason: str
 
 
 def anchor_history(timeline: Timeline) -> list[AnchorChange]:
-    """Every change of the anchor, with the reason of the plan or of what moved it."""
+    """Every change of the anchor, with the reason from the plan or from the event that changed it."""
     changes: list[AnchorChange] = []
     moved: Event | None = None
     for event in timeline.of_kind("plan", "anchor"):
@@ -95,7 +95,7 @@ def _own(timeline: Timeline, rank: int) -> tuple[list[Event], list[Event]]:
 
 
 def _median_ms(averages: Sequence[Event]) -> float | None:
-    """Exact for individually recorded averages; merged averages count with their mean, `count` times."""
+    """The median duration; exact for individual averages, while merged ones count `count` times with their mean."""
     if not any("count" in event for event in averages):
         return statistics.median(event["ms"] for event in averages) if averages else None
     means = sorted((event["ms"] / event.get("count", 1), event.get("count", 1)) for event in averages)

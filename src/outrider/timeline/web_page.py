@@ -1,7 +1,7 @@
 """Web pages with charts that work from disk without a network: template, style, and the shared script.
 
 Decides how pages look and where plotly.js is stored; the caller decides the content. Called by the pages of timelines,
-reports and diffs. A figure is a plain dict, so plotly is needed for its script only.
+reports and diffs. A figure is a plain dict, so only plotly's script is needed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CAUSE_COLOURS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageSection:
-    """A part of a page: a title, a note in plain text, markup that is safe (see `table`), and figures side by side."""
+    """A part of a page: a title, a note in plain text, safe markup (see `table`), and figures side by side."""
 
     title: str
     note: str = ""
@@ -84,7 +84,7 @@ def has_plotly() -> bool:
 
 
 def plotly_script(folder: Path) -> str:
-    """Put plotly.js into the folder, once for all its pages; returns the `src` of its script element."""
+    """Put plotly.js into the folder, once for all its pages; returns the `src` for the script element."""
     installed = _installed_script()
     if installed is None:
         raise ConfigError("charts need plotly, which is not installed", hint=HINT)
@@ -96,7 +96,7 @@ def plotly_script(folder: Path) -> str:
 
 
 def figure(data: Iterable[Mapping[str, Any]], *, title: str = "", height: int = 340, **layout: Any) -> Figure:
-    """A figure in the house style; `layout` is merged into it, axis by axis."""
+    """Create a figure in the common style; `layout` is merged into it, axis by axis."""
     whole: dict[str, Any] = {
         "height": height,
         "font": {"family": "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", "size": 12, "color": INK},
@@ -116,7 +116,7 @@ def figure(data: Iterable[Mapping[str, Any]], *, title: str = "", height: int = 
 
 
 def axis(title: str = "", **options: Any) -> dict[str, Any]:
-    """An axis in the house style."""
+    """Create an axis in the common style."""
     style = {"gridcolor": LINE, "linecolor": "#cbd2d9", "zeroline": False, "automargin": True, "ticks": ""}
     named = {"title": {"text": title, "standoff": 8, "font": {"size": 12, "color": QUIET}}} if title else {}
     return style | named | options
@@ -127,7 +127,7 @@ def rank_colour(rank: int) -> str:
 
 
 def swatch(colour: str, text: str) -> Markup:
-    """A name with its colour before it."""
+    """A name after a patch of its colour."""
     return Markup(f'<span class="swatch" style="background:{html.escape(colour)}"></span>{html.escape(text)}')
 
 
@@ -138,20 +138,20 @@ def key(colours: Mapping[str, str]) -> Markup:
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that already is HTML."""
 
     __slots__ = ()
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    """A table; cells are escaped unless they are Markup."""
+    """Create a table; cells are escaped unless they are Markup."""
     head = "".join(f"<th>{_cell(text)}</th>" for text in headers)
     body = "".join("<tr>" + "".join(f"<td>{_cell(text)}</td>" for text in row) + "</tr>" for row in rows)
     return Markup(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it is written into; NaN and infinities become null."""
+    """Encode JSON so that it cannot end the surrounding script element; NaN and infinities become null."""
     text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -165,7 +165,7 @@ def _is_axis(name: str) -> bool:
 
 
 def _numbered(sections: Sequence[PageSection]) -> list[dict[str, Any]]:
-    """Sections with the place of each figure in the page's list of them."""
+    """The sections, with the index of each figure in the page's list of figures."""
     numbered, num_before = [], 0
     for section in sections:
         figures = [
@@ -186,7 +186,7 @@ def _template() -> Any:
 
 
 def _installed_script() -> Path | None:
-    # Located, not imported: importing plotly takes longer than writing a page.
+    # Locate plotly without importing it, because the import takes longer than writing a page.
     spec = importlib.util.find_spec("plotly")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(location) / "package_data" / SCRIPT
@@ -196,7 +196,7 @@ def _installed_script() -> Path | None:
 
 
 def _put(installed: Path, target: Path) -> None:
-    """A hard link where the file system allows it: 5 MB per run would add up over a sweep."""
+    """Create a hard link if the file system allows it, because copies of 5 MB per run would add up over a sweep."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         try:

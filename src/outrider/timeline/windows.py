@@ -1,7 +1,7 @@
 """Turns a rank's steps into one event per window: its start, its duration, and its parts.
 
-The caller decides when a window ends. Every shared step ends a window, which would be too many events, so the shared
-steps of a quarter of a second become one event.
+The caller decides when a window ends. Every shared step ends a window. To limit the number of events, the shared steps
+of a quarter of a second become one event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WindowLog:
         self._data_before_s = self._slept_before_s = 0.0
 
     def stepped(self, *, samples: int, seconds: float) -> None:
-        """Add a step that ended now; without samples it is a shared step in which the rank took no part."""
+        """Add a step that ended now; a step without samples is a shared step in which the rank took no part."""
         if self._start_s is None:
             self._start_s = self._recorder.now_s() - seconds
             self._data_before_s = self._recorder.wait_s["data"]
@@ -46,7 +46,7 @@ class WindowLog:
             self.end()
 
     def end(self, window: int | None = None) -> None:
-        """End the window now; `window` is its number if it ends with its own average."""
+        """End the window now; `window` is its number if the window ends with its own average."""
         if self._start_s is None:
             return
         recorder = self._recorder

@@ -1,7 +1,7 @@
-"""Forecasts every policy on every choice of devices from short real runs, and says which to use.
+"""Forecasts every policy on every choice of devices from short real runs, and advises which to use.
 
-Decides what is simulated, which devices are worth it, and what is advised. Runs no model: `api.advising` measures, and
-`advice_text` shows. Knows no torch.
+Decides what is simulated, which devices are worth using, and what is advised. Runs no model: `api.advising` measures,
+and `advice_text` shows the result. Does not import torch.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from outrider.virtual.trial_reports import (
 SCHEMA_VERSION = 1
 SOLO = "solo"
 SOLO_POLICY = "sync"
-"""With one rank all policies take the same steps; this one reports them every half second."""
+"""The policy for runs on one device: all policies take the same steps there, and this one reports twice a second."""
 TRIAL_POLICIES = FIXED_POLICIES
-"""Those that are measured on all devices together; `auto` changes between two of them."""
+"""The policies that are measured on all devices together; `auto` switches between two of them."""
 WORTHWHILE_GAIN = 1.03
-"""A device or a policy that adds less is not advised over fewer devices, or over a policy that learns as one device."""
+"""A smaller gain is not worth another device, or a policy that does not learn exactly like one device."""
 PREFERRED = ("auto", "balanced", "sync", "cadence", "async")
-"""Among equally fast ones: first those whose learning curve is that of one device."""
+"""Preference among equally fast policies: first those with the learning curve of one device."""
 MOST_FOR_ALL_SUBSETS = 4
 SIMULATED_STEPS = 3_000
-"""Per device; a longer run goes on as it did up to here."""
+"""Simulated steps per device; a longer run is assumed to continue at the same rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingWork:
-    """What a script trains, as its record says."""
+    """The amount of work of a script, as read from its record."""
 
     num_samples: int
-    """Of an epoch."""
+    """Samples per epoch."""
     batch_size: int
     total_samples: int
-    """Of the whole run."""
+    """Samples of the whole run."""
     may_rest: bool
-    """Whether slow devices may leave whole batches to a fast one: `train()`, not a loop of the user."""
+    """Whether slow devices may leave whole batches to a fast one; true for `train()`, false for a user's own loop."""
     options: Mapping[str, Any]
 
     def planner(self, world_size: int) -> PlannerConfig:
-        """The user's options of windows, without those that are given per device."""
+        """The user's options for windows, except options with one value per device."""
         names = {field.name for field in fields(PlannerConfig)} - {"world_size", "batch_size", "is_blocking"}
         skipped = ("shares", "speed_hints", "batch_sizes")
         given = {name: self.options[name] for name in names if name in self.options and name not in skipped}
@@ -72,22 +72,22 @@ class Cell:
 
     devices: tuple[str, ...]
     policy: str
-    """`solo` for one device."""
+    """The name of the policy; `solo` for one device."""
     samples_per_s: float
     epoch_s: float
     wait_by_rank: tuple[float, ...]
     averaging: float
-    """Part of all devices' time."""
+    """Fraction of all devices' time spent on averages."""
     share_by_rank: tuple[float, ...]
     memory_bytes: tuple[int | None, ...]
-    """Measured, not forecast: the peak of each rank in the short run."""
+    """The peak memory of each rank; measured in the short run, not forecast."""
     ranks: tuple[int, ...]
-    """Which of the devices asked about these are; two may have the same name."""
+    """Indices of these devices among all given devices, because two devices may have the same name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """All forecasts, and which one to use."""
+    """All forecasts, and the best of them."""
 
     devices: tuple[str, ...]
     workload: TrainingWork
@@ -98,17 +98,17 @@ class Advice:
     left_out: tuple[str, ...]
     """Devices that add too little, slowest first."""
     gain: float
-    """Of `best` over the fastest device alone."""
+    """Speedup of `best` over the fastest device alone."""
     options: Mapping[str, Any]
-    """What to set."""
+    """The options to set."""
     spread: float | None = None
-    """How far two measurements of one device alone were apart, before and after the others: 0.1 is 10 %."""
+    """Largest difference between the two measurements of a device alone, before and after the others: 0.1 is 10 %."""
 
     def __str__(self) -> str:
         return as_text(as_document(self))
 
     def cell(self, policy: str, devices: Sequence[str]) -> Cell | None:
-        """The forecast of a policy on these devices, in this order; that of one device has any policy."""
+        """The forecast of a policy on these devices, in this order; for one device, the policy does not matter."""
         names = tuple(devices)
         return next(
             (c for c in self.cells if c.devices == names and (c.policy == policy or len(names) == 1)),
@@ -123,9 +123,9 @@ def advise(
     *,
     again: Sequence[TrialReports] = (),
 ) -> Advice:
-    """Forecast and advise; `solos` are one trial per device, `joint` one per policy on all of them together.
+    """Forecast and advise; `solos` has one trial per device, `joint` one per policy on all devices together.
 
-    `again` repeats the solos after the others: a machine whose speed changes meanwhile is not taken for a slow device.
+    `again` repeats the solos after the others, so that a change in the machine's speed is not taken for a slow device.
     """
     devices = tuple(solo.devices[0] for solo in solos)
     trials = [(solo,) for solo in solos] if not again else list(zip(solos, again, strict=True))
@@ -162,7 +162,7 @@ def _spread(trials: Sequence[TrialReports]) -> float:
 
 
 def _subsets(rates: Sequence[float]) -> list[tuple[int, ...]]:
-    """Choices of two or more devices: all of them for a few devices, else the fastest two, three, and so on."""
+    """Choices of two or more devices: every subset of a few devices, else the fastest two, three, and so on."""
     num = len(rates)
     if num <= MOST_FOR_ALL_SUBSETS:
         return [ranks for size in range(2, num + 1) for ranks in combinations(range(num), size)]
@@ -175,11 +175,11 @@ def _alone_speed(trials: Sequence[TrialReports]) -> DeviceSpeed:
 
 
 def _measured(joint: Sequence[TrialReports]) -> dict[str, MeasuredCosts]:
-    """What the simulator is to use for each policy."""
+    """The measured costs that the simulator uses for each policy."""
     by_policy = {trial.policy: trial for trial in joint}
     size = len(joint[0].devices)
     shared = [trial.of_kind("shared") for trial in joint if trial.of_kind("shared")]
-    # Sizes of batches differ between the policies of shared steps, which tells fixed from per-sample cost.
+    # Batch sizes differ between the policies of shared steps, which separates fixed from per-sample cost.
     steps = [[step for reports in shared for step in steps_of(reports, rank)] for rank in range(size)]
     costs = {}
     for policy in TRIAL_POLICIES:
@@ -202,7 +202,7 @@ def _measured(joint: Sequence[TrialReports]) -> dict[str, MeasuredCosts]:
 
 
 def _epoch_ends(joint: Sequence[TrialReports]) -> dict[str, float]:
-    """What the end of an epoch takes in each policy; short epochs are mostly ends. Of `auto`, the longer."""
+    """Duration of the end of an epoch with each policy, which dominates short epochs; for `auto`, the longer of two."""
     ends_ms = {trial.policy: _epoch_end(trial) for trial in joint}
     return ends_ms | {"auto": max(ends_ms["balanced"], ends_ms["async"])}
 
@@ -210,7 +210,7 @@ def _epoch_ends(joint: Sequence[TrialReports]) -> dict[str, float]:
 def _epoch_end(trial: TrialReports) -> float:
     if background := trial.of_kind("background"):
         return epoch_end_ms(background, background_cost(background))
-    # Ranks that share steps may leave epochs to one of them, which goes on in this way where it is quicker.
+    # Ranks that share steps may leave whole epochs to one rank, if that is faster.
     stretches = trial.of_kind(ALONE)
     if any(report.is_first for report in stretches):
         return epoch_end_ms(stretches, MeetingCost(average_ms=0.0, overhead_ms=stretch_overhead_ms(stretches)))
@@ -273,13 +273,13 @@ def _scenario(
 
 
 def _memory(joint: Sequence[TrialReports], policy: str) -> tuple[int | None, ...]:
-    """Of `auto`, which may take local and shared steps, the larger peak."""
+    """Peak memory of each rank with a policy; for `auto`, which may take local and shared steps, the largest peak."""
     peaks = [trial.peak_memory_bytes for trial in joint if policy in (trial.policy, "auto")]
     return tuple(max((peak for peak in rank if peak is not None), default=None) for rank in zip(*peaks, strict=True))
 
 
 def _solo_cell(rank: int, trials: Sequence[TrialReports], workload: TrainingWork) -> Cell:
-    # As one run of both: the time of a sample is averaged, not its inverse.
+    # Average the times per sample, not their inverses, as if both trials were one run.
     rate = harmonic_mean([samples_per_s(trial.of_kind(ALONE)) for trial in trials])
     epoch_s = workload.num_samples / rate + fmean(map(_epoch_end, trials)) / 1e3
     return Cell(
@@ -320,12 +320,12 @@ def _cell(
 
 
 def _best(cells: Sequence[Cell]) -> Cell:
-    """The fastest; of those about as fast the one with the fewest devices, then the one that learns as one device."""
+    """The fastest cell; among about equally fast cells, prefers fewest devices, then learning exactly as one device."""
     enough = max(cell.samples_per_s for cell in cells) / WORTHWHILE_GAIN
     candidates = [cell for cell in cells if cell.samples_per_s >= enough]
     fewest = min(len(cell.devices) for cell in candidates)
     candidates = [cell for cell in candidates if len(cell.devices) == fewest]
-    # Among policies a gain of one percent counts: it costs no device.
+    # Between policies a gain of one percent counts, because it needs no further device.
     top = max(cell.samples_per_s for cell in candidates)
     candidates = [cell for cell in candidates if cell.samples_per_s >= 0.99 * top]
     return min(candidates, key=lambda cell: PREFERRED.index(cell.policy) if cell.policy in PREFERRED else -1)
@@ -339,7 +339,7 @@ def _options(best: Cell) -> dict[str, Any]:
 
 
 def as_document(advice: Advice) -> dict[str, Any]:
-    """All of it as JSON, which a later run compares itself with."""
+    """The advice as a JSON document, with which a later run compares itself."""
     return {
         "schema_version": SCHEMA_VERSION,
         "devices": list(advice.devices),

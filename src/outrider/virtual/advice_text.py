@@ -1,6 +1,6 @@
 """Shows the forecasts of `outrider advise` as text of at most 80 columns.
 
-Decides the words and the layout; reads the document that `advice.as_document` makes. Knows no torch.
+Decides wording and layout; reads the document from `advice.as_document`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 _WIDTH = 80
 _MOST_ROWS = 24
 _DEVICES_WIDTH = 24
-# Below this, short runs of one device differ on any machine.
+# Short runs of one device differ by up to this much on any machine.
 _CALM_SPREAD = 0.05
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """A line about the work, the table, the advice."""
+    """The whole text: a line about the work, the table, and the advice."""
     cells = _shown_cells(document["forecasts"], best=document["advice"])
     lines = [_head(document), "", _titles()]
     lines += [_row(cell, is_best=_is_best(cell, document["advice"])) for cell in cells]
@@ -63,7 +63,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _waits(cell: Mapping[str, Any]) -> str:
-    """Who waits most; one device waits for nobody."""
+    """The rank that waits most, and how much; a single device does not wait."""
     waits = cell["wait_by_rank"]
     most = max(waits)
     if most < 0.005:
@@ -73,13 +73,13 @@ def _waits(cell: Mapping[str, Any]) -> str:
 
 
 def _memory(memory_bytes: Sequence[int | None]) -> str:
-    """The largest peak of a rank, in MB; the JSON has each."""
+    """The largest peak memory of any rank, in MB; the JSON document lists all ranks."""
     known = [peak for peak in memory_bytes if peak is not None]
     return f"{max(known) / 1e6:,.0f}" if known else "-"
 
 
 def _shown_cells(cells: Sequence[Mapping[str, Any]], *, best: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """All of them, or the fastest of each choice of devices where they are too many."""
+    """All cells, or only the fastest for each choice of devices if there are too many."""
     if len(cells) <= _MOST_ROWS:
         return list(cells)
     by_devices: dict[tuple[str, ...], Mapping[str, Any]] = {}
@@ -121,7 +121,7 @@ def _advice(document: Mapping[str, Any]) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A long list of devices goes on in the next line, after a comma."""
+    """Wrap a line; a long list of devices continues on the next line, after a comma."""
     if len(line) <= _WIDTH:
         return [line]
     return textwrap.wrap(
@@ -130,7 +130,7 @@ def _wrapped(line: str) -> list[str]:
 
 
 def _lost(document: Mapping[str, Any]) -> str:
-    """How the best with all devices compares with the best without those that are left out."""
+    """Compare the best forecast with all devices with the advised one, which leaves some devices out."""
     best, everyone = document["advice"], document["devices"]
     with_all = [c["samples_per_s"] for c in document["forecasts"] if c["devices"] == everyone]
     chosen = [

@@ -1,7 +1,7 @@
-"""Forecasts what training on all devices gains over the fastest alone, policy by policy, before a run starts.
+"""Forecasts the gain of training on all devices over the fastest device alone, for each policy, before a run starts.
 
 Simulates a reference model on the measured speeds; its assumptions are stated with the result. Measures nothing.
-Called by `outrider diagnose`. Knows no torch.
+Called by `outrider diagnose`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from outrider.virtual.simulator import Network, Scenario, simulate
 MODEL = "ResNet-50"
 MODEL_BYTES = 102_228_128
 NEEDED_BYTES = 5 * MODEL_BYTES
-"""Of memory on each device, before activations: model, gradients, momentum, and averages with a snapshot."""
+"""Memory needed on each device, before activations: model, gradients, momentum, and averages with a snapshot."""
 STEP_MS = 97.0
-"""Of 32 images on one V100."""
+"""Time of a step of 32 images on one V100."""
 NETWORKS = {
     "nccl": Network(latency_ms=0.02, bandwidth_bytes_per_s=17e9),
     "cpu": Network(latency_ms=0.05, bandwidth_bytes_per_s=1.2e9),
 }
-"""What is seen of an all-reduce. NCCL: 103 ms a step with DDP on two V100s against 97 ms on one, the rest is hidden
+"""The exposed cost of an all-reduce. NCCL: a DDP step took 103 ms on two V100s and 97 ms on one; the rest is hidden
 behind the backward pass. Host: a step took 1.75 times as long as over NCCL, for ResNet-20 on two mismatched cards."""
 BATCHES = 1000
 WORTHWHILE_GAIN = 1.05
@@ -47,7 +47,7 @@ def forecast(facts: Facts, specs: Sequence[DeviceSpec] = ()) -> Forecast | None:
     small = [one for one in known if one not in devices]
     if len(devices) < 2:
         return _without_small(known, small, facts) if small else None
-    # Who was left out for its memory may have been the fastest.
+    # The fastest device may have been left out because of its memory.
     devices = tuple(replace(one, relative=one.relative / devices[0].relative) for one in devices)
     is_all_cards = all(spec.kind == "cuda" for spec in specs)
     backend = "nccl" if nccl_works(facts.reductions) and is_all_cards else "cpu"
@@ -65,7 +65,7 @@ def forecast(facts: Facts, specs: Sequence[DeviceSpec] = ()) -> Forecast | None:
 
 
 def _without_small(known: Sequence[RelativeSpeed], small: Sequence[RelativeSpeed], facts: Facts) -> Forecast:
-    """At most one device has memory enough."""
+    """The forecast if at most one device has enough memory."""
     kept = [one.device for one in known if one not in small]
     rest = f"{kept[0]} trains alone" if kept else "no device is left"
     return Forecast(
@@ -98,7 +98,7 @@ def policy_gains(speeds: Sequence[float], *, backend: str) -> tuple[PolicyGain, 
         speeds, step_ms=STEP_MS, batches=BATCHES, model_bytes=MODEL_BYTES, network=NETWORKS[backend]
     )
     assert scenario.planner is not None
-    # A long run: what the first windows cost, while paces are not known yet, is left out.
+    # Simulate the middle of a long run: speed hints avoid the cost of the first windows, whose paces are unknown.
     scenario = replace(scenario, planner=replace(scenario.planner, speed_hints=tuple(speeds)))
     outcomes = [simulate(policy, scenario) for policy in TRAINING_POLICIES]
     return tuple(
@@ -113,7 +113,7 @@ def policy_gains(speeds: Sequence[float], *, backend: str) -> tuple[PolicyGain, 
 
 
 def slow_devices(speeds: Sequence[float], *, backend: str) -> tuple[int, ...]:
-    """Indices, slowest first, of devices that add less than is worthwhile; `speeds` are sorted, fastest first."""
+    """Indices, slowest first, of devices that add too little; `speeds` are sorted, fastest first."""
     left_out: list[int] = []
     for index in range(len(speeds) - 1, 0, -1):
         with_it = _best_gain(speeds[: index + 1], backend)

@@ -1,4 +1,4 @@
-"""The work of effects in the lab: real replicas in one process, averaged with the same arithmetic as in training.
+"""Carries out effects in the lab: real replicas in one process, averaged with the same arithmetic as in training.
 
 Decides nothing about time or order; the virtual clock calls it.
 """
@@ -29,7 +29,7 @@ from outrider.replica.replica import Replica
 
 
 class ReplicaWork:
-    """Steps and averages of all ranks' replicas, all starting from rank 0's parameters."""
+    """Does the steps and averages of all ranks' replicas, which start from rank 0's parameters."""
 
     def __init__(self, recipe: Recipe, *, world_size: int, collate: Callable[[list[Any]], Any] | None = None) -> None:
         cpu = torch.device("cpu")
@@ -75,7 +75,7 @@ class ReplicaWork:
         ]
 
     def lay_out(self) -> None:
-        """Between two segments: take in what was frozen or thawed, which is the same on all replicas."""
+        """Update the layout after tensors were frozen or thawed, equally on all replicas; called between segments."""
         layouts = [ArenaLayout(replica.model, changing=replica.arena.layout.changing) for replica in self.replicas]
         if layouts[0].fingerprint == self.replicas[0].arena.fingerprint:
             return
@@ -100,7 +100,7 @@ class ReplicaWork:
 
     @torch.no_grad()
     def _make_equal(self, joining: set[str]) -> None:
-        """As ranks do: what replicas trained for themselves since it was thawed becomes their mean."""
+        """Replace tensors that replicas trained separately since they were thawed by their mean, as ranks do."""
         for name in sorted(joining):
             tensors = [replica.model.get_parameter(name.split(" = ")[0]) for replica in self.replicas]
             if any(not torch.equal(tensor, tensors[0]) for tensor in tensors):
@@ -145,7 +145,7 @@ class ReplicaWork:
         for replica in self.replicas:
             replica.check_finite()
 
-    # With one rank the parameters are not changed, to the bit.
+    # With one rank, averages leave the parameters bit-identical.
 
     def snapshot(self, rank: int) -> None:
         self.replicas[rank].check_finite()
@@ -185,7 +185,7 @@ class ReplicaWork:
     def merge(self, samples: Sequence[int]) -> None:
         for rank in range(self.size):
             self.snapshot(rank)
-        # Ranks that shared steps have the same parameters, which a rounded average would change.
+        # After shared steps all ranks have the same parameters, which a rounded average would change.
         for exchange in self.exchanges:
             exchange.is_exact = True
         self.settle(samples)
@@ -196,7 +196,7 @@ class ReplicaWork:
 
     @torch.no_grad()
     def hand_over(self, source: int, at: int) -> None:
-        """Copy the source's arena; all arenas have the same layout."""
+        """Copy the source's state to all replicas; all arenas have the same layout."""
         giver = self.replicas[source]
         cargo = state_transfer.pack(giver)
         for replica in self.replicas:
@@ -216,7 +216,7 @@ class ReplicaWork:
         self._attach_optimizer(rank)
 
     def _attach_optimizer(self, rank: int) -> None:
-        """Include optimizer state once every rank has some, from the average after that on."""
+        """Include optimizer state in averages once every rank has some, starting with the next average."""
         if self.recipe.average_optimizer and rank not in self._attached and min(self._samples_by_rank) > 0:
             replica = self.replicas[rank]
             self.exchanges[rank].attach(OptimizerArena(replica.optimizer, parameters=replica.arena.parameters))

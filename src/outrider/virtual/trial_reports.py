@@ -1,7 +1,7 @@
-"""Reads the reports of a short real run and finds what its steps and averages took.
+"""Reads the reports of a short real run and computes the durations of its steps and averages.
 
-Decides which reports count and how times are told apart: steps, averages, and the rest. Measures and simulates nothing.
-Called by `virtual.advice`; `rank.trial_log` writes the files. Knows no torch.
+Decides which reports count, and how time is divided into steps, averages and the rest. Measures and simulates nothing.
+Called by `virtual.advice`; `rank.trial_log` writes the files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from outrider.virtual.simulator import DeviceSpeed
 
 FOLDER = "trial"
 ALONE = "confer"
-"""The kind of report that a rank gives while it works alone, in a world of its own or beside others that rest."""
+"""The kind of report from a rank that works alone, either in a world of one rank or while the other ranks rest."""
 LEAST_REPORTS = 6
-"""Fewer say nothing."""
+"""Fewer reports are not enough to measure anything."""
 WARM_UP_PART = 0.2
 WARM_UP_STEPS, WARM_UP_WINDOWS = 5, 2
-"""Reports that do not count, at least: caches, allocators and clocks of devices are cold."""
+"""Minimum number of first reports that do not count, because caches, allocators and device clocks are cold."""
 HICCUP = 4.0
-"""A time of more than so many medians counts as so many: once in a short run would be once in every short run."""
+"""Times are cut at this many medians; otherwise one hiccup would count as if every short run had one."""
 JITTER_MOST = 0.3
 PER_SAMPLE_PART_MIN = 0.05
-"""As in `policy.step_cost`: launch-bound devices look as if samples were free."""
+"""Lower bound of the per-sample part of a step, as in `policy.step_cost`: in launch-bound steps it looks like 0."""
 SIZES_APART = 1.2
-"""Fixed and per-sample cost are told apart where batches differ by this factor."""
+"""Fixed and per-sample cost are separated if batch sizes differ by at least this factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWindow:
-    """One rank's part of a report; times as in `policy.effects.RankFacts`."""
+    """One rank's part of a report; the times are defined in `policy.effects.RankFacts`."""
 
     samples: int
     batches: int
@@ -50,15 +50,15 @@ class RankWindow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReport:
-    """One report of a trial run, and how long after the last one it came."""
+    """One report of a trial run, with the time since the previous report."""
 
     kind: str
     """shared, average, background or confer."""
     wall_ms: float | None
-    """None for the first of the run."""
+    """Time since the previous report; None for the first report of the run."""
     ranks: tuple[RankWindow, ...]
     is_first: bool = False
-    """Of its epoch: its time is also that in which the epoch before ended."""
+    """Whether it is the first of its epoch; its time then includes the end of the previous epoch."""
 
     @property
     def samples(self) -> int:
@@ -67,26 +67,26 @@ class TrialReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReports:
-    """What a trial run left behind."""
+    """All reports of a trial run."""
 
     policy: str
     devices: tuple[str, ...]
     reports: tuple[TrialReport, ...]
     peak_memory_bytes: tuple[int | None, ...]
     model_bytes: int
-    """What an average sends."""
+    """Bytes that an average sends."""
     parameters: int
-    """Trained ones."""
+    """Number of trained parameters."""
 
     def of_kind(self, kind: str) -> tuple[TrialReport, ...]:
-        """The reports of this kind without those of the warm-up."""
+        """The reports of this kind, without the warm-up."""
         found = [report for report in self.reports if report.kind == kind]
         least = WARM_UP_STEPS if kind == "shared" else WARM_UP_WINDOWS
         return tuple(found[min(max(least, round(WARM_UP_PART * len(found))), len(found) // 2) :])
 
 
 def count_reports(folder: Path) -> int:
-    """The reports so far of a trial that may still run."""
+    """The number of reports so far of a trial that may still be running."""
     try:
         return max(0, (folder / FOLDER / "rank0.jsonl").read_bytes().count(b"\n") - 1)
     except OSError:
@@ -94,10 +94,10 @@ def count_reports(folder: Path) -> int:
 
 
 def read_trial(folder: Path, *, policy: str, devices: Sequence[str], name: str | None = None) -> TrialReports:
-    """The reports of a trial run; raises a DataError if they are too few to measure anything."""
+    """Read the reports of a trial run; raises a DataError if there are too few to measure anything."""
     lines = _lines(folder / FOLDER / "rank0.jsonl")
     told = [line for line in lines if "kind" in line]
-    # A rank alone reports several steps at once.
+    # A rank that works alone reports several steps at once.
     num = sum(max(1, line["ranks"][0]["batches"]) if line["kind"] == ALONE else 1 for line in told)
     if num < LEAST_REPORTS:
         names, plural = ",".join(devices), "" if num == 1 else "s"
@@ -122,7 +122,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except OSError:
         return []
-    # A rank that was killed may leave half a line.
+    # A rank that was killed may leave an incomplete line.
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
@@ -139,11 +139,11 @@ def _report(line: dict[str, Any], before: dict[str, Any] | None) -> TrialReport:
     )
 
 
-# What they say
+# Durations computed from reports
 
 
 def samples_per_s(reports: Sequence[TrialReport]) -> float:
-    """Throughput within epochs, from the wall clock; with their ends where every epoch has only one report."""
+    """Wall-clock throughput within epochs; includes the ends of epochs if every epoch has only one report."""
     told = _within_epochs([report for report in reports if report.wall_ms and report.samples])
     timed = [(report.samples, report.wall_ms) for report in told if report.wall_ms is not None]
     return sum(samples for samples, _ in timed) / sum(_clipped(timed)) * 1e3
@@ -154,7 +154,7 @@ def _within_epochs(reports: Sequence[TrialReport]) -> list[TrialReport]:
 
 
 def device_speed(observed: Sequence[tuple[int, float]], *, overhead_ms: float = 0.0) -> DeviceSpeed:
-    """The line through observed (samples, ms) of steps; its mean is theirs. `overhead_ms` comes on top of each step."""
+    """Fit a line through observed (samples, ms) of steps, with the same mean; `overhead_ms` is added to each step."""
     observed = [(samples, ms) for samples, ms in observed if samples > 0 and ms > 0]
     assert observed, "a rank that took no step"
     times_ms = _clipped(observed)
@@ -167,7 +167,7 @@ def device_speed(observed: Sequence[tuple[int, float]], *, overhead_ms: float = 
         per_sample_ms = min(per_sample_ms, max(slope, PER_SAMPLE_PART_MIN * per_sample_ms))
     fixed_ms = mean_ms - per_sample_ms * mean_size
     jitter = _jitter([ms / (fixed_ms + per_sample_ms * n) for n, ms in zip(sizes, times_ms, strict=True)])
-    # A log-normal factor has a mean above 1; the mean time is what was measured.
+    # The simulator's log-normal factor has a mean above 1; divide by it, because the measured times are means.
     shrink = math.exp(-(jitter**2) / 2)
     return DeviceSpeed(
         per_sample_ms=per_sample_ms * shrink, fixed_ms=(fixed_ms + overhead_ms) * shrink, jitter=round(jitter, 4)
@@ -180,13 +180,13 @@ def _jitter(ratios: Sequence[float]) -> float:
 
 
 def _clipped(observed: Sequence[tuple[int, float]]) -> list[float]:
-    """The times, those of hiccups cut; judged per sample, since batches differ."""
+    """The times, with hiccups cut; compared per sample, because batch sizes differ."""
     usual = median(ms / samples for samples, ms in observed)
     return [min(ms, HICCUP * usual * samples) for samples, ms in observed]
 
 
 def steps_of(reports: Sequence[TrialReport], rank: int) -> list[tuple[int, float]]:
-    """A rank's samples and time per step; of a window the mean step."""
+    """A rank's samples and time per step; for a window, those of its mean step."""
     return [
         (round(own.samples / own.batches), own.compute_ms / own.batches)
         for own in (report.ranks[rank] for report in reports)
@@ -195,7 +195,10 @@ def steps_of(reports: Sequence[TrialReport], rank: int) -> list[tuple[int, float
 
 
 def stretch_overhead_ms(reports: Sequence[TrialReport]) -> float:
-    """Per step of a rank alone: what is no step. 0 where every epoch has one report, and its end cannot be told."""
+    """Time per step of a rank alone that is not spent in steps; 0 if every epoch has only one report.
+
+    The end of an epoch cannot be separated in that case.
+    """
     told = [
         (report.wall_ms, max(report.ranks, key=lambda rank: rank.batches))
         for report in reports
@@ -206,34 +209,34 @@ def stretch_overhead_ms(reports: Sequence[TrialReport]) -> float:
 
 
 def stretch_speed(trials: Sequence[Sequence[TrialReport]]) -> DeviceSpeed:
-    """Of a rank alone, in trials whose reports tell of one step or of many: each of them counts."""
+    """The speed of a rank alone, from trials; a report may cover several steps, and each step counts equally."""
     steps = [step for reports in trials for one in reports for step in steps_of([one], 0) * one.ranks[0].batches]
     return device_speed(steps, overhead_ms=fmean(map(stretch_overhead_ms, trials)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeetingCost:
-    """What a blocking average takes besides the steps of the slowest rank."""
+    """The time of a blocking average, in addition to the steps of the slowest rank."""
 
     average_ms: float
     overhead_ms: float
-    """Per step of a rank: what is neither step nor average."""
+    """Time per step of a rank that is spent neither in steps nor in averages."""
 
 
 def meeting_cost(reports: Sequence[TrialReport]) -> MeetingCost:
-    """Of shared steps and of blocking averages: all ranks leave one together, so their wall time is the same."""
+    """The cost of shared steps or blocking averages; all ranks leave one together, so they have the same wall time."""
     averages_ms, rests_ms = [], []
     for report, after in pairwise(reports):
         if report.wall_ms is None or report.is_first or after.is_first:
             continue
         steps_ms = max(rank.compute_ms + rank.setup_ms for rank in report.ranks)
-        # What an average took is told with the next one; the last rank to join it waited for nobody.
+        # The next report has the duration of this average; the last rank to join did not wait for other ranks.
         average_ms = min(rank.exposed_ms for rank in after.ranks)
         averages_ms.append(average_ms)
         batches = max(1, *(rank.batches for rank in report.ranks))
         rests_ms.append((report.wall_ms - steps_ms - average_ms) / batches)
     if not averages_ms:
-        # One per epoch: what is neither step nor average cannot be told from the end of the epoch.
+        # With one average per epoch, the overhead cannot be separated from the end of the epoch.
         told_ms = [min(rank.exposed_ms for rank in report.ranks) for report in reports[1:]]
         return MeetingCost(average_ms=_typical(told_ms) if told_ms else 0.0, overhead_ms=0.0)
     return MeetingCost(average_ms=_typical(averages_ms), overhead_ms=max(0.0, _typical(rests_ms)))
@@ -241,17 +244,17 @@ def meeting_cost(reports: Sequence[TrialReport]) -> MeetingCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackgroundCost:
-    """What an average in the background takes."""
+    """The times of a background average."""
 
     average_ms: float
-    """From when the last rank has joined until it is done."""
+    """Time from when the last rank has joined until the average is done."""
     snapshot_ms: float
-    """From the computing of each rank."""
+    """Compute time that it takes from each rank."""
     overhead_ms: float
 
 
 def background_cost(reports: Sequence[TrialReport]) -> BackgroundCost:
-    """Of averages in the background; each rank goes on, so only rank 0, whose clock was read, tells its wall time."""
+    """The cost of background averages; ranks continue on their own, so the wall time is known for rank 0 only."""
     told = [report for report in _within_epochs(reports) if report.wall_ms is not None]
     if not told:
         return BackgroundCost(average_ms=0.0, snapshot_ms=0.0, overhead_ms=0.0)
@@ -269,9 +272,9 @@ def background_cost(reports: Sequence[TrialReport]) -> BackgroundCost:
 
 
 def epoch_end_ms(reports: Sequence[TrialReport], cost: MeetingCost | BackgroundCost) -> float:
-    """What the end of an epoch and the start of the next take besides steps and averages; 0 where none was seen.
+    """Time of the end of an epoch and the start of the next, without steps and averages; 0 if none was observed.
 
-    In a blocking average all ranks meet; in the background only rank 0, whose clock was read, tells its wall time.
+    In a blocking average all ranks meet; with background averages the wall time is known for rank 0 only.
     """
     blocks = isinstance(cost, MeetingCost)
     average_ms = cost.average_ms if isinstance(cost, MeetingCost) else cost.snapshot_ms
@@ -285,6 +288,6 @@ def epoch_end_ms(reports: Sequence[TrialReport], cost: MeetingCost | BackgroundC
 
 
 def _typical(values_ms: Sequence[float]) -> float:
-    """The mean, with hiccups cut."""
+    """The mean of values in which hiccups are cut."""
     usual = median(values_ms)
     return fmean(min(value, HICCUP * usual) if usual > 0 else value for value in values_ms)

@@ -1,6 +1,7 @@
-"""Reads a what-if question as a user writes it, and puts the answers of the policies side by side.
+"""Parses a what-if question from the command line, and shows the answers for all policies in a table.
 
-Decides how speeds, links and the table look; the simulator computes. Called by `outrider simulate`. Knows no torch.
+Decides the notation of speeds and links, and the layout of the table; the simulator computes. Called by `outrider
+simulate`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SPEED_HINT = "write speeds such as 1,0.4,0.4, or devices such as cuda:0,cpu@0.4
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """Relative speeds of devices between commas: numbers, or device specs; `0.4x16` repeats one."""
+    """Parse relative speeds of devices, separated by commas: numbers, or device specs; `0.4x16` is 16 devices."""
     speeds: list[float] = []
     for part in (part.strip() for part in text.split(",")):
         match = _REPEATED.fullmatch(part)
@@ -54,12 +55,12 @@ def _speed(text: str) -> float:
 
 
 def _speed_of(spec: DeviceSpec) -> float:
-    """What the spec says of its speed; kinds of devices are not compared."""
+    """The speed given in a spec; speeds of different kinds of devices are not compared."""
     return spec.speed if spec.share is None else spec.share / 100
 
 
 def parse_link(text: str) -> float:
-    """Bytes per second of `1gbit`, `100mbit` or `12GB/s`."""
+    """Parse a bandwidth such as `1gbit`, `100mbit` or `12GB/s` to bytes per second."""
     match = _LINK.fullmatch(text.strip())
     unit = match["unit"].lower().removesuffix("/s") if match else ""
     if match is None or unit not in _BYTES_PER_S or float(match["number"]) == 0:
@@ -68,14 +69,14 @@ def parse_link(text: str) -> float:
 
 
 def megabytes(number: float) -> int:
-    """Bytes of a model whose size is given in MB."""
+    """Convert the size of a model from MB to bytes."""
     if not 0 <= number < math.inf:
         raise ConfigError(f"the size of a model must be finite and >= 0 MB, got {number:g}", hint="write 100")
     return round(number * 1e6)
 
 
 def as_table(scenario: Scenario, outcomes: Iterable[Outcome]) -> str:
-    """One line per policy, at most 80 columns wide."""
+    """The outcomes as a table, one line per policy, at most 80 columns wide."""
     lines = [_head(scenario), "", f"{'policy':<12}{'samples/s':>12}{'gain':>9}{'efficiency':>13}{'waiting':>10}"]
     lines[-1] += f"{'averaging':>12}{'averages':>11}"
     for one in outcomes:
@@ -87,7 +88,7 @@ def as_table(scenario: Scenario, outcomes: Iterable[Outcome]) -> str:
 
 
 def _shown(value: float, digits: int) -> str:
-    """No decimals where nobody needs them: large numbers must not run into the column before."""
+    """Format a number; large numbers get no decimals, so that they do not run into the column before."""
     return f"{value:,.{digits}f}" if value < 1000 else f"{value:,.0f}"
 
 
@@ -101,7 +102,7 @@ def _head(scenario: Scenario) -> str:
 
 
 def as_document(scenario: Scenario, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The same for programs, without what grows with the number of devices."""
+    """The outcomes for programs, without values that grow with the number of devices."""
     return {
         "schema_version": SCHEMA_VERSION,
         "devices": len(scenario.speeds),

@@ -1,7 +1,8 @@
-"""Notices ranks that wait for each other at different places, which would otherwise end only with the timeout.
+"""Detects ranks that wait for each other at different points, which otherwise would end only with the timeout.
 
-A rank that waits for a while writes to the store where it is. If it finds another rank at a meeting that it has not
-reached itself, neither can go on: this happens where only some ranks call a method that all must call. Called by World.
+A rank that waits for a while writes to the store at which meeting it waits. If it finds another rank at a meeting that
+it has not reached itself, neither can continue. This happens if only some ranks call a method that all must call.
+Called by World.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outrider.world.rendezvous import await_keys
 from outrider.world.store import WatchedStore
 
 FIRST_TURN_S = 0.5
-"""Ranks that arrive sooner than this write nothing."""
+"""A rank that waits for less than this time writes nothing."""
 LONGEST_TURN_S = 4.0
 _HINT = (
     "call the methods of a session on every rank and in the same order; under `if s.is_main:` use evaluate() instead "
@@ -26,7 +27,7 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """A point that all ranks must reach: its place, how often ranks met there with this time, and what it is for."""
+    """A point that all ranks must reach: its place, the number of meetings there so far, and its purpose."""
 
     place: str
     number: int
@@ -37,16 +38,16 @@ class Meeting:
 
 
 def announce(store: WatchedStore, meeting: Meeting, *, rank: int) -> None:
-    """Tell the others that this rank goes to a meeting and to no other before it."""
+    """Tell the other ranks that this meeting is the next one of this rank."""
     store.set(_announcement(rank), json.dumps([meeting.place, meeting.number, meeting.what]))
 
 
 def await_all(
     store: WatchedStore, meeting: Meeting, *, rank: int, world_size: int, reached: Mapping[str, int], limit_s: float
 ) -> None:
-    """Wait until all ranks have come; `reached` has the last meeting of this rank at each place.
+    """Wait until all ranks have arrived; `reached` has this rank's last meeting at each place.
 
-    Raises a ConfigError at once where another rank waits elsewhere for this one.
+    Raises a ConfigError at once if another rank waits for this rank at another meeting.
     """
     keys = [meeting.key(other) for other in range(world_size)]
     deadline_s = time.monotonic() + limit_s
@@ -57,7 +58,7 @@ def await_all(
         announce(store, meeting, rank=rank)
         for other, key in enumerate(keys):
             crossing = None if store.check([key]) else _crossing(store, other, reached)
-            # It may have come and gone on while its announcement was read.
+            # The other rank may have arrived and left while its announcement was read.
             if crossing is not None and not store.check([key]):
                 raise _never_met({rank: meeting.what, other: crossing.what})
         turn_s = min(2 * turn_s, LONGEST_TURN_S)
@@ -65,11 +66,11 @@ def await_all(
 
 
 def _crossing(store: WatchedStore, rank: int, reached: Mapping[str, int]) -> Meeting | None:
-    """Where another rank waits, if this rank has not been there."""
+    """The meeting at which another rank waits, if this rank has not reached it."""
     if not store.check([_announcement(rank)]):
         return None
     place, number, what = json.loads(store.get(_announcement(rank)))
-    # An announcement of a meeting that this rank has reached as well is an old one.
+    # An announcement is outdated if this rank has reached the meeting too.
     return None if number <= reached.get(place, 0) else Meeting(place=place, number=number, what=what)
 
 

@@ -1,7 +1,7 @@
-"""torch's default process group: opened for a world, or adopted where the program has one already.
+"""torch's default process group: opened for a world, or adopted if the program already has one.
 
-Decides what an existing group says about rank, world size and store. Ray, Lightning, accelerate and users' own
-scripts leave such a group behind; it stays theirs, and is not destroyed here. Called by `api` and by World.
+Reads rank, world size and store from an existing group. Ray, Lightning, accelerate and users' own scripts create such
+groups; they still own them, so an adopted group is not destroyed here. Called by `api` and by World.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def existing_ranks(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """The place of this process among ranks that exist already: those of a process group, or of a launcher."""
+    """The environment of this process if it already is a rank of a process group or a launcher; None otherwise."""
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     return environment_of_group(variables) if has_peers else adopted(variables)
 
 
 def environment_of_group(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Rank, world size and hosts from the default group; all ranks call this, unless the variables tell the hosts."""
+    """Rank, world size and hosts from the default group; all ranks call this, unless variables set the local ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if all(variables.get(name) for name in _LOCAL):
         local_rank, local_world_size = (int(variables[name]) for name in _LOCAL)
@@ -55,14 +55,14 @@ def environment_of_group(variables: Mapping[str, str] = os.environ) -> Environme
 
 
 def _hosts(rank: int, world_size: int) -> list[str]:
-    """The host of each rank, told in the store of the group."""
+    """The host of each rank, exchanged through the store of the group."""
     store = PrefixStore("outrider/hosts", _get_default_store())
     store.set(str(rank), socket.gethostname())
     return [store.get(str(other)).decode() for other in range(world_size)]
 
 
 class DefaultGroup:
-    """The default group during a world, and the groups that are made beside it."""
+    """The default group during a world, and the groups that are created in addition to it."""
 
     def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank, self._world_size = rank, world_size
@@ -88,7 +88,7 @@ class DefaultGroup:
             )
 
     def open(self, store: Store) -> None:
-        """Make the default group in this store; only where none exists."""
+        """Create the default group in this store; call this only if none exists."""
         dist.init_process_group(
             "gloo",
             store=PrefixStore("gloo", store),
@@ -98,26 +98,26 @@ class DefaultGroup:
         )
 
     def new(self, backend: str) -> dist.ProcessGroup:
-        """A new group of all ranks; all of them call this."""
+        """Create a group of all ranks; all ranks call this."""
         group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
         self._groups.append(group)
         return group
 
     def close(self) -> None:
-        """Destroy the groups of this world; an adopted default group is left to those who made it."""
+        """Destroy the groups of this world, except an adopted default group, which the program owns."""
         groups, self._groups = self._groups, []
         if not self._is_adopted:
             end_default_group()
             return
         time.sleep(_SETTLE_S)
         for group in groups:
-            # Those that were aborted after an error are gone already.
+            # Groups that were aborted after an error no longer exist.
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 
 
 def end_default_group() -> None:
-    """Destroy the default group and all others, if there is one."""
+    """Destroy the default group and all other groups, if there is a default group."""
     if dist.is_initialized():
         time.sleep(_SETTLE_S)
         dist.destroy_process_group()

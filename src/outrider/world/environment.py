@@ -1,7 +1,7 @@
-"""Reads the place of this process in a world: its rank, the world size, and the address of the store.
+"""Reads the environment of this process as a rank: its rank, the world size, and the address of the store.
 
-The only place that reads the variables of torchrun, SLURM and our own launcher. Starts nothing, connects to nothing.
-Called by `api` to see whether ranks exist already, and by a rank to learn its own rank.
+The only module that reads the variables of torchrun, SLURM and our own launcher. Starts nothing and connects to
+nothing. Called by `api` to see whether ranks exist already, and by a rank to learn its own rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.machine.devices import DeviceSpec, parse_devices
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
-# Set for ranks of our own launcher, whose variables otherwise look like torchrun's.
+# Marks ranks of our own launcher, whose other variables look like torchrun's.
 _OWN_MARK = "OUTRIDER_RANK"
 _DEVICES = "OUTRIDER_DEVICES"
 _FRESH_RANKS = "OUTRIDER_FRESH_RANKS"
@@ -45,19 +45,19 @@ class Environment:
     attempt: int = 0
     """Distinguishes worlds that share one store; the rendezvous distinguishes restarts of torchrun."""
     has_group: bool = False
-    """Whether the program made torch's default process group before; its store is used under a prefix."""
+    """Whether the program created torch's default process group; its store is then used with a prefix."""
     store: str | None = None
-    """Address of an existing store of ours: the path of a socket, @name, or tcp for the master port."""
+    """Address of an existing store of our own: the path of a socket, @name, or tcp for the master port."""
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks are known to be on this host; with another master address this is found out later."""
+        """Whether all ranks are known to be on this host; if false, ranks may still turn out to share one."""
         return self.local_world_size == self.world_size or _is_loopback(self.master_addr)
 
     @property
     def store_addr(self) -> str:
         """The address at which this rank reaches a store on the master port."""
-        # The master address may be a name or address of this host on which a store on loopback does not listen.
+        # On one host the store listens on loopback; the master address may be another name or address of this host.
         return _LOOPBACK if self.is_one_host else self.master_addr
 
     def variables(self) -> dict[str, str]:
@@ -75,12 +75,12 @@ class Environment:
 
 
 def wanted_devices(given: str | Sequence[str], variables: Mapping[str, str] = os.environ) -> str | Sequence[str]:
-    """The devices to use: those of `outrider run --devices`, otherwise those of the program."""
+    """The devices to use: from `outrider run --devices` if it set any, otherwise from the program."""
     return variables.get(_DEVICES) or given
 
 
 def overrides(variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Options that `outrider advise` and `outrider compare` set in place of the script's."""
+    """Options with which `outrider advise` and `outrider compare` replace the script's."""
     text = variables.get(_OVERRIDES)
     if not text:
         return {}
@@ -94,14 +94,14 @@ def overrides(variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def is_trial(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether `outrider advise` measures this run for a moment: reports are kept, models and checkpoints are not."""
+    """Whether this is a short run of `outrider advise`, which keeps reports but no models and checkpoints."""
     return variables.get(_TRIAL, "") not in ("", "0")
 
 
 def script_variables(
     options: Mapping[str, Any], *, devices: str, is_trial: bool = False, variables: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment of a script that is to run with these options in place of its own."""
+    """The environment variables of a script that should run with these options instead of its own."""
     told = {_OVERRIDES: json.dumps(dict(options)), _DEVICES: devices, **({_TRIAL: "1"} if is_trial else {})}
     return {**{name: value for name, value in variables.items() if name != _TRIAL}, **told}
 
@@ -128,12 +128,12 @@ def alone() -> Environment:
 
 
 def adopted(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """The environment set by torchrun, SLURM or a similar launcher; None without one, and for our own launcher."""
+    """The environment set by torchrun, SLURM or a similar launcher; None without one, or under our own launcher."""
     if _OWN_MARK in variables:
         return None
     if "RANK" in variables:
         return _from_torchrun(variables)
-    # The shell of a batch job also has SLURM_PROCID; only a step started by srun has one process per rank.
+    # The shell of a batch job has SLURM_PROCID too; only a step started by srun has one process per rank.
     if "SLURM_STEP_ID" in variables and _integer(variables, "SLURM_NTASKS", default=1) > 1:
         return _from_slurm(variables)
     return None
@@ -152,7 +152,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> Environment:
             hint="start the program with torchrun, or unset RANK",
         )
     rank, world_size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
-    # Kubernetes sets no local rank: each rank has its own pod, unless the master address is loopback.
+    # Kubernetes sets no local rank, because each rank has its own pod, unless the master address is loopback.
     address = _unbracketed(variables["MASTER_ADDR"])
     is_local = _is_loopback(address)
     return _checked(
@@ -194,7 +194,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Environment:
 
 
 def _slurm_tasks_here(variables: Mapping[str, str], world_size: int) -> int:
-    """Ranks on this node, from SLURM's list of tasks per node, written like 2(x3),1."""
+    """The number of ranks on this node, from SLURM's list of tasks per node, for example 2(x3),1."""
     tasks: list[int] = []
     for entry in variables.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)).split(","):
         count, _, repeats = entry.partition("(x")
@@ -203,7 +203,7 @@ def _slurm_tasks_here(variables: Mapping[str, str], world_size: int) -> int:
 
 
 def _unbracketed(address: str) -> str:
-    """IPv6 addresses are written with brackets where a port may follow."""
+    """Remove the brackets of an IPv6 address, which are used if a port may follow."""
     return address[1:-1] if address.startswith("[") and address.endswith("]") else address
 
 
@@ -241,7 +241,7 @@ def _checked(environment: Environment) -> Environment:
 def local_devices(
     environment: Environment, devices: str | Sequence[str], *, cuda_devices: Sequence[str]
 ) -> tuple[DeviceSpec, ...]:
-    """The devices of this host's ranks under another launcher: given for all ranks, or for the ranks of one host."""
+    """The devices of this host's ranks under another launcher; `devices` lists all ranks, or the ranks of one host."""
     if devices == "auto":
         names = cuda_devices or ("cpu",)
         return parse_devices([names[rank % len(names)] for rank in range(environment.local_world_size)])

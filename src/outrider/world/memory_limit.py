@@ -1,8 +1,8 @@
-"""Holds a rank to the memory that its device spec allows, so that a large device can stand for a small one.
+"""Limits a rank to the memory that its device spec allows, so that a large device can stand in for a small one.
 
-On a CUDA device torch's allocator gets a limit; the CUDA context and the libraries of collectives come on top. On a CPU
-of a Linux host the kernel gets one, for what the process holds beyond its start. Called by World when a rank opens its
-device.
+On a CUDA device the limit applies to torch's allocator; the CUDA context and the libraries of collectives need extra
+memory. On a CPU the Linux kernel enforces the limit, which counts only memory allocated after the start of the process.
+Called by World when a rank opens its device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOLERANCE_BYTES = 64 * 2**20
 
 
 def limit_memory(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
-    """Set the limit, if the spec has one; returns how to lift it."""
+    """Set the limit, if the spec has one; returns a function that lifts it."""
     if spec.memory_bytes is None:
         return lambda: None
     return _limit_cuda(spec, rank=rank) if spec.kind == "cuda" else _limit_host(spec, rank=rank)
@@ -50,7 +50,7 @@ def _limit_host(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
     if spec.memory_bytes > total_bytes:
         raise _too_much(spec, total_bytes, rank=rank)
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # Interpreter and torch are there already, and differ from one version to the next.
+    # Do not count the interpreter and torch, whose sizes differ between versions.
     allowed = _number_in("/proc/self/status", "VmData") + spec.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
@@ -70,7 +70,7 @@ def _limit_host(spec: DeviceSpec, *, rank: int) -> Callable[[], None]:
 
 
 def _fits(num_bytes: int) -> bool:
-    """Whether so much can be allocated; it is not written to, so it takes no memory."""
+    """Whether this many bytes can be allocated; they are not written to, so no physical memory is used."""
     try:
         torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError:
@@ -79,16 +79,16 @@ def _fits(num_bytes: int) -> bool:
 
 
 def available_memory(spec: DeviceSpec) -> int | None:
-    """Bytes that this rank may still take on its device; None where that is not known.
+    """Bytes that this rank can still allocate on its device; None if that is not known.
 
-    Without a limit, other processes take from the same.
+    Without a limit, other processes can take the same memory.
     """
     if spec.kind == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(spec.torch_name)
         allocated = torch.cuda.memory_allocated(spec.torch_name)
         if spec.memory_bytes is not None:
             return max(0, spec.memory_bytes - allocated)
-        # What torch holds in reserve is free to itself.
+        # Memory that torch's allocator holds in reserve is free for torch.
         return free_bytes + torch.cuda.memory_reserved(spec.torch_name) - allocated
     if spec.kind != "cpu":
         return None

@@ -1,7 +1,8 @@
 """The messages between ranks and starter: one JSON line per message, including errors.
 
-Decides how messages and errors are encoded, and what happens if nobody reads them: training continues, old progress
-messages are dropped, all others are kept. Used by ranks through their Link, by `rank_main`, and by the starter's Ranks.
+Decides how messages and errors are encoded, and what happens if nobody reads them: training continues, progress
+messages may be dropped, all others are kept. Used by ranks through their Link, by `rank_main`, and by the starter's
+Ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from outrider.world.environment import Environment
 DROPPABLE = frozenset({"progress"})
 """Kinds of messages that may be dropped, because the next one replaces them."""
 LAST = frozenset({"done", "error"})
-"""Last messages of a rank; the rank waits until the starter has room for them."""
+"""Kinds of final messages of a rank, which waits until the pipe has room for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A message of a rank to its starter."""
+    """A message from a rank to its starter."""
 
     rank: int
     kind: str
@@ -98,13 +99,13 @@ class Link:
         self.send("model", path=path)
 
     def warn(self, text: str) -> None:
-        """Print one line for the user on this rank's stderr, and on that of the starter."""
+        """Print one line for the user, on the stderr of this rank and of the starter."""
         print(f"outrider: {text}", file=sys.stderr, flush=True)
         self.send("warning", text=text)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Mark work that may take long, so that the starter does not consider the silent rank hung."""
+        """Context for work that may take long, in which the starter does not consider the silent rank hung."""
         if not self._is_watched:
             yield
             return
@@ -114,7 +115,7 @@ class Link:
 
 
 def _nowhere(message: Message) -> None:
-    """The sender without a starter, under torchrun and similar launchers: drops all messages."""
+    """Drop the message; used without a starter, under torchrun and similar launchers."""
 
 
 def adopted_link(
@@ -124,7 +125,7 @@ def adopted_link(
     num_threads: int | None = None,
     on_message: Callable[[Message], None] = _nowhere,
 ) -> Link:
-    """The Link of a rank under torchrun or a similar launcher; `devices` are those of this host's ranks."""
+    """The Link of a rank under torchrun or a similar launcher; `devices` are the devices of this host's ranks."""
     threads = threads_per_rank(devices, num_cores())
     return Link(
         environment=environment,
@@ -135,12 +136,12 @@ def adopted_link(
 
 
 class Inbox:
-    """A queue that stays small even if the program never reads it."""
+    """A queue of messages that stays small even if the program never reads it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message | int | None] = queue.SimpleQueue()
         self._newest: dict[int, Message] = {}
-        """Unread progress by rank; the number of the rank keeps its place in the queue."""
+        """The latest unread progress message of each rank; in the queue, the rank's number stands for it."""
         self._lock = threading.Lock()
 
     def put(self, message: Message | None) -> None:
@@ -155,7 +156,7 @@ class Inbox:
                 self._queue.put(message.rank)
 
     def get(self, timeout: float | None = None) -> Message | None:
-        """The next message; raises `queue.Empty` if none arrives in time."""
+        """Return the next message; raises `queue.Empty` if none arrives in time."""
         found = self._queue.get(timeout=timeout)
         if not isinstance(found, int):
             return found
@@ -164,7 +165,7 @@ class Inbox:
 
 
 class PipeWriter:
-    """Writes whole messages in order, from any thread; waits only for the last one."""
+    """Writes whole messages in order, from any thread; blocks only for final messages."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -183,7 +184,7 @@ class PipeWriter:
                 self._write_all()
 
     def _write(self) -> None:
-        """Write as much as the pipe has room for."""
+        """Write as many bytes as the pipe has room for."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._descriptor, self._unsent) :]
@@ -191,7 +192,7 @@ class PipeWriter:
             pass
 
     def _write_all(self) -> None:
-        """Wait for room; if the starter dies meanwhile, another thread ends this process."""
+        """Write everything, waiting for room; if the starter dies meanwhile, another thread ends this process."""
         poller = select.poll()
         poller.register(self._descriptor, select.POLLOUT)
         while self._unsent:

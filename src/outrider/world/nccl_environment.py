@@ -1,7 +1,7 @@
-"""Sets up NCCL in a rank: variables before the first communicator, equal versions in all ranks, and its shutdown.
+"""Sets up NCCL in a rank: variables before the first communicator, a check for equal versions, and shutdown.
 
-Decides how ranks that share a GPU can use NCCL, and turns torch's watchdogs off: our own timeouts name what they
-waited for. Called by World.
+Decides how ranks that share a GPU can use NCCL, and turns off torch's watchdogs, because the errors of our own timeouts
+name what a rank waited for. Called by World.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from outrider.errors import DeviceError
 
-# From this version on a variable allows several ranks on one GPU; before, they must look like ranks of two hosts.
+# From this version on, a variable allows several ranks on one GPU; before, they must look like ranks on two hosts.
 _TAKES_SHARED_GPUS = (2, 30)
-# A rank that lost a peer must report it; torch's watchdog threads would end it, or sleep for minutes before.
+# A rank that lost a peer must report it; torch's watchdog threads would end the rank first, or sleep for minutes.
 _OURS_TO_END = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -30,7 +30,7 @@ _ABORT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclRank:
-    """The facts about its NCCL that a rank exchanges when it joins."""
+    """The facts about NCCL that a rank exchanges when it joins."""
 
     device: str
     host: str
@@ -52,7 +52,7 @@ def version() -> str | None:
 
 
 def check_versions(seats: Sequence[NcclRank]) -> None:
-    """Check that all ranks have the same NCCL version; NCCL's own errors for a mix are unclear or missing."""
+    """Check that all ranks have the same NCCL version; NCCL's own errors for mixed versions are unclear or missing."""
     for rank, seat in enumerate(seats):
         if seat.nccl is None:
             raise DeviceError(
@@ -95,7 +95,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def told(wishes: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process temporarily; variables of the user are not changed."""
+    """Set variables of this process temporarily; variables that the user has set are not changed."""
     own = {name: value for name, value in wishes.items() if name not in os.environ}
     os.environ.update(own)
     try:
@@ -107,7 +107,7 @@ def told(wishes: Mapping[str, str]) -> Iterator[None]:
 
 def abort(group: dist.ProcessGroup) -> bool:
     """Abort a group whose peers may have died; false if even that does not return."""
-    # Destroying a group waits for its peers; abort does not, but may hang in a broken driver.
+    # Destroying a group would wait for its peers; abort does not, but it may hang in a broken driver.
     end = dist.distributed_c10d._abort_process_group
     thread = threading.Thread(target=end, args=(group,), name="outrider-nccl-abort", daemon=True)
     thread.start()

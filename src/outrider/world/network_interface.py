@@ -1,7 +1,7 @@
 """Chooses the network interface over which a rank exchanges tensors: the interface that reaches the other ranks.
 
-Decides by the routes of this host, because its name may resolve to loopback (127.0.1.1 on Debian and Ubuntu). Opens
-no connection: connecting a UDP socket sends nothing. Called by World once all ranks have joined the store.
+Uses the routes of this host, because its name may resolve to loopback (127.0.1.1 on Debian and Ubuntu). Sends nothing:
+connecting a UDP socket only looks up the route. Called by World once all ranks have joined the store.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HINT = f"set MASTER_ADDR to an address of rank 0's host that all hosts reach, o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAddress:
-    """The place of a rank in the network, as it reports it to the others."""
+    """The location of a rank in the network, as it reports it to the other ranks."""
 
     host: str
     stack: str
     """Identifies the network stack: ranks with the same value reach each other over loopback."""
     address: str | None
-    """Its own address on the route to the master; None if that is loopback."""
+    """This host's address on the route to the master; None if that is loopback."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def place_here(master_addr: str) -> HostAddress:
 
 
 def choose_interface(rank: int, places: Sequence[HostAddress]) -> NetworkInterface:
-    """Choose the interface of this rank; ranks of one host use loopback, and the user's choice has priority."""
+    """Choose the interface of this rank; ranks on one host use loopback, and the user's choice has priority."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return _of_user(chosen, rank=rank, host=places[rank].host)
@@ -64,7 +64,7 @@ def choose_interface(rank: int, places: Sequence[HostAddress]) -> NetworkInterfa
 
 
 def trouble_with(interfaces: Sequence[NetworkInterface]) -> ConfigError | None:
-    """The error on all ranks if one of them found no interface."""
+    """The error to raise on all ranks if any rank found no interface."""
     for rank, interface in enumerate(interfaces):
         if interface.trouble is not None:
             return ConfigError(interface.trouble, hint=_HINT, rank=rank)
@@ -73,7 +73,7 @@ def trouble_with(interfaces: Sequence[NetworkInterface]) -> ConfigError | None:
 
 @contextmanager
 def gloo_on(interface: NetworkInterface) -> Iterator[None]:
-    """Make Gloo use this interface for groups that are created inside this context."""
+    """Make Gloo use this interface for groups created inside the context."""
     if interface.name is None or VARIABLE in os.environ:
         yield
         return
@@ -103,7 +103,7 @@ def unconnected(
 def own_address_towards(host: str) -> str | None:
     """This host's address on the route to another host; None without a route, or for an unknown name."""
     try:
-        # Any port will do.
+        # Any port works.
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
@@ -135,7 +135,7 @@ def _own_addresses(rank: int, places: Sequence[HostAddress]) -> Iterator[str]:
     if own.address is not None:
         yield own.address
     for other in places:
-        # On the master's own host its name may resolve to loopback, but the routes to the others are known.
+        # On the master's host the master name may resolve to loopback, but the routes to other ranks are known.
         if other.stack != own.stack and other.address is not None:
             towards = own_address_towards(other.address)
             if towards is not None and not is_loopback(towards):
@@ -161,7 +161,7 @@ def _interface_with(address: str) -> str | None:
 
 
 def _network_stack() -> str:
-    """Identify the network stack: containers of one machine may have one each, and two hosts may share a name."""
+    """Identify the network stack; each container of a machine may have its own, and hosts may have equal names."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"

@@ -1,6 +1,6 @@
-"""What each rank runs: its Outrider, torch and Python. Ranks of one world may have different torch builds.
+"""The versions of Outrider, torch and Python that each rank runs. Ranks of one world may have different torch builds.
 
-Decides which of them work together. Called by the world when ranks meet.
+Decides which versions work together. Called by the world when ranks meet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build_here() -> RankBuild:
 
 
 def refuse_different_outriders(builds: Sequence[RankBuild]) -> None:
-    """Raise where ranks could not read what others send: its format belongs to the version of Outrider."""
+    """Raise if Outrider versions differ, because the format of exchanged data depends on the version."""
     for rank, build in enumerate(builds):
         if build.outrider != builds[0].outrider:
             raise ConfigError(

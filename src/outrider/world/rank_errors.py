@@ -17,7 +17,7 @@ from outrider.machine.devices import DeviceSpec
 from outrider.world.messages import Link
 
 _PACKAGE_FOLDER = str(Path(errors.__file__).parent)
-# Messages of Gloo and NCCL for a lost peer; they have no error type of their own for it.
+# Messages of Gloo and NCCL for a lost peer; neither has an error type for it.
 _LOST_PEER = re.compile(
     r"gloo.*(closed by peer|reset by peer|broken pipe|connection refused|timed out)|remote process exited",
     re.IGNORECASE | re.DOTALL,
@@ -33,7 +33,7 @@ def describe_error(error: BaseException, *, rank: int, spec: DeviceSpec, step: i
             "type": type(error).__name__,
             "message": error.message,
             "hint": error.hint or _way_out(error.message, spec),
-            # A rank that timed out or lost a peer is not itself the cause.
+            # A rank that timed out or lost a peer is not the cause itself.
             "rank": error.rank if isinstance(error, (PeerLostError, WaitError)) else _known(error.rank, rank),
             "step": error.step,
             "traceback": error.traceback or user_traceback(error),
@@ -56,7 +56,7 @@ def _known(rank: int | None, otherwise: int) -> int:
 
 
 def _way_out(message: str, spec: DeviceSpec) -> str | None:
-    """The hint for a GPU fault, which is reported late and to all processes of the GPU."""
+    """The hint for a GPU fault, which CUDA reports late and to all processes on the GPU."""
     if GPU_FAULT not in message:
         return None
     shared = "; a fault ends all runs of its MPS daemon, so look at the first that failed" if spec.share else ""
@@ -78,7 +78,7 @@ def rebuild_error(fields: dict[str, Any]) -> OutriderError:
 
 
 def as_ours(error: BaseException, link: Link) -> OutriderError | None:
-    """Convert an exception to one of ours; None if the program closes the run or is interrupted."""
+    """Convert an exception to an OutriderError; None if the program closes the run or is interrupted."""
     if isinstance(error, OutriderError):
         return error
     if not isinstance(error, Exception):
@@ -94,14 +94,14 @@ def user_traceback(error: BaseException) -> str | None:
     if has_user_frames:
         _drop_our_frames(report)
     if not isinstance(root, OutriderError):
-        # Without a frame of user code it is our bug, and our frames are needed to find it.
+        # Without any frame of user code it is our bug, and our frames are needed to find it.
         return "".join(report.format())
     # The message of our own error is shown separately, so the frames are enough.
     return "".join(report.stack.format()) if has_user_frames else None
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    # We run scripts in ranks through runpy.
+    # Ranks run scripts through runpy.
     return frame.filename.startswith(_PACKAGE_FOLDER) or frame.filename == "<frozen runpy>"
 
 

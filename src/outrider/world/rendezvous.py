@@ -1,7 +1,7 @@
-"""The rendezvous of the ranks of one attempt in a store that may hold keys of earlier attempts.
+"""The rendezvous of the ranks of one attempt in a store that may contain keys of earlier attempts.
 
-Decides the name of the attempt, which is equal on all its ranks and was never used before. Each agent of torchrun
-counts its own restarts, so torchrun's variables cannot name it. Called by World before anything else is exchanged.
+Decides the name of the attempt, which is equal on all its ranks and was never used before. Each torchrun agent counts
+its own restarts, so torchrun's variables cannot name the attempt. Called by World before anything else is exchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WHAT = "all ranks to start"
 def meet(store: WatchedStore, *, rank: int, world_size: int, timeout_s: float) -> str:
     """Return the name of this attempt; all ranks call this, and it returns when all have arrived.
 
-    Rank 0 opens an attempt, the others answer with a random token, and rank 0 publishes all tokens. A restarted rank
-    does not find its token in an old attempt, and waits until rank 0 opens the next one.
+    Rank 0 opens an attempt, the other ranks answer with a random token, and rank 0 publishes all tokens. A restarted
+    rank does not find its token in an old attempt, so it waits until rank 0 opens the next one.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -51,7 +51,7 @@ def _join_attempt(store: WatchedStore, token: str, *, rank: int, world_size: int
             seen, pause_s = attempt, _FIRST_PAUSE_S
         if attempt is not None and _has_member(store, attempt, token, rank):
             return attempt
-        # Not store.wait(): it would not see rank 0 open another attempt, and torch logs every timeout.
+        # Poll instead of store.wait(), which would not see rank 0 open another attempt; torch also logs its timeouts.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     is_open = seen is not None and not store.check([_members(seen)])
@@ -79,7 +79,7 @@ def await_keys(
 ) -> None:
     """Wait for a key of every rank, in order; `what` describes the wait in error messages.
 
-    `told_s` is the length of the whole wait, if a part of it has passed.
+    `told_s` is the length of the whole wait for the error message, if a part of it has passed already.
     """
     absent = [] if store.are_set(keys, limit_s=limit_s) else _absent(store, keys)
     if absent:
@@ -91,7 +91,7 @@ def _absent(store: WatchedStore, keys: list[str]) -> list[int]:
 
 
 def _too_late(absent: Sequence[int], *, rank: int, what: str, limit_s: float) -> WaitError:
-    """The error of a rank that waited for others until the timeout."""
+    """The error of a rank that waited for other ranks until the timeout."""
     return WaitError(
         f"rank {rank} waited {limit_s:g} s for {what}, "
         f"rank{'' if len(absent) == 1 else 's'} {', '.join(map(str, absent))} did not come",

@@ -1,6 +1,6 @@
-"""The secret that ranks on several hosts share to authenticate each other.
+"""The secret with which ranks on several hosts authenticate each other.
 
-Decides where it is read from. `world.store` decides which ranks need it. It is never printed and never sent.
+Decides where the secret is read from. `world.store` decides which ranks need it. It is never printed and never sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAME_HINT = f"set the same {VARIABLE} on all ranks, or on none"
 
 
 def shared_secret(variables: Mapping[str, str] = os.environ) -> bytes | None:
-    """The secret of this run from the environment, or from the file that it names; None without either."""
+    """The secret of this run, from the environment or from the file that it names; None without either."""
     text, path = variables.get(VARIABLE, ""), variables.get(FILE_VARIABLE, "")
     if text and path:
         raise ConfigError(f"both {VARIABLE} and {FILE_VARIABLE} are set", hint="unset one of them")
@@ -50,10 +50,10 @@ def required_secret(*, why: str, variables: Mapping[str, str] = os.environ) -> b
 
 
 def check_same_secret(exchange: Callable[[Any], list[Any]], *, rank: int, secret: bytes | None) -> None:
-    """For a foreign store: if one rank has a secret, all must have the same. Called by all ranks.
+    """Check that all ranks have the same secret, if any rank has one; for a foreign store. All ranks call this.
 
-    `exchange` sends a value to all ranks and returns the values of all. Each rank proves its secret on random numbers
-    of all ranks, so proofs of another run cannot be replayed.
+    `exchange` sends a value to all ranks and returns the values of all. Each rank proves that it has the secret by
+    signing random numbers of all ranks, so proofs from another run cannot be replayed.
     """
     nonces = exchange(None if secret is None else secrets.token_hex(32))
     without = [other for other, nonce in enumerate(nonces) if nonce is None]

@@ -1,7 +1,7 @@
-"""Ends a program that lost its peers, or that a signal interrupted, without a traceback.
+"""Ends a program without a traceback if it lost its peers or was interrupted by a signal.
 
-Decides which errors need no traceback. Of several ranks only the one that failed first shows its own. Called by World
-in programs that torchrun or a similar launcher started, and by the owners of signals.
+Decides which errors need no traceback. Of several ranks, only the rank that failed first shows its traceback. Called by
+World in programs that torchrun or a similar launcher started, and by the handlers of signals.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _IS_TOLD = "_outrider_is_told"
 
 
 def end_silently(error: BaseException) -> BaseException:
-    """Return the exception; if it ends the program, no traceback is shown, because what happened has been told."""
-    # Marked, because built-in exceptions cannot be referenced weakly, and a reference would keep what its frames hold.
+    """Return the exception; if it ends the program, no traceback is shown, because the user was already informed."""
+    # Mark the exception: built-in exceptions allow no weak reference, and a strong one would keep its frames alive.
     setattr(error, _IS_TOLD, True)
     _replace_traceback(lambda value: hasattr(value, _IS_TOLD), lambda value: None)
     return error

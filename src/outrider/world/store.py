@@ -1,8 +1,9 @@
 """Opens the key-value store of a world: serves it, or connects to an existing one.
 
-Decides who may connect: this user on one host, owners of the shared secret between hosts. torchrun's agent decides
-about its own store, whose connections get timeouts here, because torch waits without a limit. When the connection is
-lost, the error names the hosts. Called by World, by leases, and by `bench` to keep one store for several worlds.
+Decides who may connect: this user on one host, and owners of the shared secret between hosts. torchrun's agent decides
+who may connect to its own store; connections to it get timeouts here, because torch waits without a limit. If a
+connection is lost, the error names the hosts. Called by World, by leases, and by `bench` to keep one store for several
+worlds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 def limit_waits(port: int, *, timeout_s: float) -> None:
-    """Limit every connection of this process to the port: a late answer or a dead network becomes an error."""
+    """Set timeouts on this process's connections to the port, so that late answers and dead networks raise errors."""
     if not os.path.isdir(_DESCRIPTORS):
         return
     for name in os.listdir(_DESCRIPTORS):
@@ -78,7 +79,7 @@ def _is_socket(descriptor: int) -> bool:
 
 
 class WatchedStore:
-    """The part of a store that ranks use."""
+    """The store operations that ranks use, with errors that name the hosts."""
 
     def __init__(self, store: Store, environment: Environment) -> None:
         self.raw = store
@@ -110,7 +111,7 @@ class WatchedStore:
             return self.raw.delete_key(key)
 
     def are_set(self, keys: list[str], *, limit_s: float) -> bool:
-        """Wait until all keys are set; false at the timeout."""
+        """Wait until all keys are set; returns false at the timeout."""
         with self._watched():
             try:
                 self.raw.wait(keys, timedelta(seconds=limit_s))
@@ -149,7 +150,7 @@ class WatchedStore:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the message; torch adds a stack of C++ frames after it."""
+    """The first line of the message, after which torch adds a stack of C++ frames."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -173,8 +174,8 @@ def open_store(environment: Environment, *, timeout_s: float) -> Store:
 def own_store(environment: Environment, *, exchange: Callable[[Any], list[Any]], timeout_s: float) -> Store | None:
     """Open a private store instead of torchrun's if all ranks are on one host; None otherwise.
 
-    Called by all ranks. Its name is published in torchrun's store, where other users may write, so the client checks
-    that the server is a process of this user.
+    All ranks call this. The name of the private store is published in torchrun's store, to which other users may write,
+    so the client checks that the server is a process of this user.
     """
     if not (environment.is_one_host and sys.platform == "linux"):
         return None
@@ -194,12 +195,12 @@ def under(store: Store, prefix: str) -> Store:
 
 
 def is_ours(store: Store) -> bool:
-    """Whether clients of the store are authenticated; those of torchrun's store are not."""
+    """Whether the store authenticates its clients; torchrun's store does not."""
     return isinstance(store, PrivateStore)
 
 
 def close_store(store: Store) -> None:
-    """Close the connection, and the server if this rank started it; torch's stores close with their last reference."""
+    """Close the connection and, if this rank started it, the server; torch's stores close with their last reference."""
     if isinstance(store, PrivateStore):
         store.close()
 
@@ -225,8 +226,8 @@ def group_store(
     """The store in which torch's process groups exchange addresses; called by all ranks.
 
     C++ threads of the groups may use it at any time, so on one host it is a FileStore in the private folder of the run.
-    Between hosts it is the store itself. What `at_end` is given must be called when the groups have ended, and before
-    the last reference to the store goes.
+    Between hosts it is the store itself. `at_end` registers a function that must be called after the groups have ended
+    and before the last reference to the store is dropped.
     """
     if not isinstance(store, PrivateStore):
         return store
@@ -236,8 +237,8 @@ def group_store(
     assert folder is not None, "this rank has seen the folder"
     name = hashlib.blake2b(store.prefix.encode(), digest_size=8).hexdigest()
     path = os.path.join(folder, f"groups-{name}")
-    # The destructor of a FileStore opens its file again if it is there, and ends the process if another rank removes
-    # the folder meanwhile. So each rank has a link of its own to the file, and removes it first.
+    # The destructor of a FileStore reopens its file if it exists, and ends the process if another rank removes the
+    # folder meanwhile. So each rank has its own link to the file, and removes the link first.
     own = f"{path}-{environment.rank}"
     os.symlink(path, own)
     at_end(partial(Path(own).unlink, missing_ok=True))
@@ -255,7 +256,7 @@ def _is_private(folder: str) -> bool:
 
 
 def _address(environment: Environment) -> str:
-    """The address of a store that rank 0 serves; all ranks compute the same address."""
+    """The address of the store that rank 0 serves; all ranks compute the same address."""
     if environment.is_one_host and sys.platform == "linux":
         return f"@outrider-{os.geteuid()}-{environment.master_port}-{environment.attempt}"
     return _TCP

@@ -1,7 +1,7 @@
-"""The table of backends: how averages travel between ranks, how each is opened, and when and why it is chosen.
+"""The table of backends, which carry averages between ranks: how each is opened, and when and why it is chosen.
 
-Decides the backend for given devices. Everything else that depends on it reads its row. A user hands a `BackendSpec`
-to `backend=`. Called by `train()`, `Session` and the benchmarks; the world opens what was chosen.
+Decides the backend for given devices. All code that depends on a backend reads its row in the table. Users can pass
+their own `BackendSpec` to `backend=`. Called by `train()`, `Session` and the benchmarks; the world opens the backend.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class ExchangeJson(Protocol):
-    """Tells all ranks a value and returns those of all, in their order; every rank calls it."""
+    """Gathers a JSON value from all ranks, in rank order; every rank calls it."""
 
     def __call__(self, value: Any, *, name: str) -> list[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveContext:
-    """What a backend gets to open a collective; every rank opens it at the same time."""
+    """The arguments with which a backend opens a collective; every rank opens it at the same time."""
 
     rank: int
     world_size: int
     hosts: tuple[str, ...]
     """The host of each rank."""
     what: str
-    """What will travel, for errors."""
+    """The data that will be sent, for error messages."""
     timeout_s: float
     exchange_json: ExchangeJson
-    """Goes through the store: for addresses, not for tensors."""
+    """Gathers through the store; meant for addresses, not for tensors."""
     new_group: Callable[[str], dist.ProcessGroup]
-    """A process group of all ranks: `cpu` is Gloo, `nccl` is NCCL."""
+    """Creates a process group of all ranks: `cpu` for Gloo, `nccl` for NCCL."""
     peers: tuple[Peer, ...]
-    """Where the ranks are, if they are on several hosts."""
+    """The hosts and addresses of the ranks, if they are on several hosts."""
     private_folder: str | None
-    """Removed at the end of the run even where this rank is killed; None if there is none."""
+    """A folder that is removed at the end of the run even if this rank is killed; None if there is none."""
     at_end: Callable[[Callable[[], object]], object]
-    """Calls a function when the rank leaves the world."""
+    """Registers a function to be called when the rank leaves the world."""
 
 
 def _no_obstacle(specs: Sequence[DeviceSpec]) -> str | None:
@@ -66,21 +66,21 @@ def _no_drawback(specs: Sequence[DeviceSpec], hosts: Sequence[str]) -> str | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSpec:
-    """A way for averages to travel."""
+    """A backend, which carries averages between ranks."""
 
     name: str
-    """In records."""
+    """The name in records."""
     open: Callable[[CollectiveContext], RankCollective]
     summary: str = ""
-    """What travels how, in one phrase: for help and docs."""
+    """One phrase for help and docs: the data that is sent, and the transport."""
     on_device: bool = False
-    """Tensors are handed over on the CUDA device of the rank; else in host memory."""
+    """Whether the collective gets tensors on the rank's CUDA device; otherwise they are in host memory."""
     obstacle: Callable[[Sequence[DeviceSpec]], str | None] = _no_obstacle
-    """Why it cannot be used on these devices; None if it can."""
+    """Returns the reason why the backend cannot be used on these devices; None if it can."""
     drawback: Callable[[Sequence[DeviceSpec], Sequence[str]], str | None] = _no_drawback
-    """Why `auto` does not choose it for these devices on these hosts; None if it may."""
+    """Returns the reason why `auto` does not choose the backend for these devices and hosts; None if it may."""
     choose_when: str = ""
-    """Why `auto` chooses it."""
+    """The reason given when `auto` chooses the backend."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == AUTO:
@@ -97,7 +97,7 @@ class BackendSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendChoice:
-    """The backend of averages, and the reason."""
+    """The backend of averages, and the reason for it."""
 
     spec: BackendSpec
     reason: str
@@ -108,7 +108,7 @@ class BackendChoice:
 
 
 def _open_cpu(context: CollectiveContext) -> RankCollective:
-    """Memory that all ranks see where all are on one host and can share it, else Gloo."""
+    """Open shared memory if all ranks are on one host and can share it, else Gloo."""
     if len(set(context.hosts)) == 1:
         with contextlib.suppress(NoSharedMemory):
             collective = SharedMemoryCollective.open(
@@ -135,7 +135,7 @@ def _obstacle_to_nccl(specs: Sequence[DeviceSpec]) -> str | None:
 
 
 def _drawback_of_nccl(specs: Sequence[DeviceSpec], hosts: Sequence[str]) -> str | None:
-    """The reason against NCCL if ranks share a GPU without slices: they take turns then, which is ten times slower."""
+    """The reason against NCCL if ranks share a GPU without slices: they then take turns, which is ten times slower."""
     first_at: dict[tuple[str, str], int] = {}
     for rank, (spec, host) in enumerate(zip(specs, hosts, strict=True)):
         other = first_at.setdefault((host, spec.torch_name), rank)
@@ -144,7 +144,7 @@ def _drawback_of_nccl(specs: Sequence[DeviceSpec], hosts: Sequence[str]) -> str 
     return None
 
 
-# From the most general to the fastest: `auto` chooses the last backend without a drawback.
+# Ordered from the most general to the fastest: `auto` chooses the last backend without a drawback.
 _TABLE = (
     BackendSpec(
         name="cpu",
@@ -168,7 +168,7 @@ BACKENDS = (AUTO, *BACKEND_TABLE)
 
 
 def backend_spec(backend: str | BackendSpec) -> BackendSpec:
-    """The row of a backend of this package, or the user's own; raises a ConfigError for anything else."""
+    """The spec of a backend of this package, or the user's own spec; raises a ConfigError for anything else."""
     if isinstance(backend, BackendSpec):
         if backend != BACKEND_TABLE.get(backend.name, backend):
             raise ConfigError(
@@ -190,7 +190,7 @@ def choose_backend(
     hosts: Sequence[str] | None = None,
     has_one_torch: bool = True,
 ) -> BackendChoice:
-    """Choose the backend for ranks on these devices; `hosts` has the host of each rank, if there are several."""
+    """Choose the backend for ranks on these devices; `hosts` is the host of each rank, by default one host for all."""
     if backend == AUTO:
         return _choose(specs, hosts or [""] * len(specs), has_one_torch=has_one_torch)
     spec = backend_spec(backend)
@@ -203,7 +203,7 @@ def choose_backend(
 
 
 def _different_torch(spec: BackendSpec, has_one_torch: bool) -> str | None:
-    """Builds of torch bring libraries of their own, which must be the same on both ends of a device's link."""
+    """The reason against a device backend if torch builds differ: both ends need the same communication library."""
     return "ranks have different torch builds" if spec.on_device and not has_one_torch else None
 
 

@@ -37,11 +37,11 @@ class Collective(Protocol):
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None: ...
 
     def check_peers(self) -> None:
-        """Raise if a peer is known to be lost; called during waits for the device."""
+        """Raise an error if a peer is known to be lost; called during waits for the device."""
 
 
 class RankCollective(Collective, Protocol):
-    """A collective with the further methods that the averages of a rank need."""
+    """A collective with the additional methods that the averages of a rank need."""
 
     transport: str
     """The name of the transport."""
@@ -58,7 +58,7 @@ class RankCollective(Collective, Protocol):
 
 
 class Exchanged(Protocol):
-    """The interface that `meet` sums: GradientExchange."""
+    """The interface of the exchanges that `meet` sums: GradientExchange."""
 
     @property
     def rank(self) -> int: ...
@@ -93,7 +93,8 @@ class Peer:
 class GroupCollective:
     """Collectives over a process group: Gloo for host tensors, NCCL for CUDA tensors; `what` names them in errors.
 
-    With Gloo a call returns when the result is complete, with NCCL when it is queued on the current stream.
+    With Gloo a call returns when the result is complete; with NCCL it returns when the work is queued on the current
+    stream.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class GroupCollective:
         self._all_reduce(tensors, dist.ReduceOp.SUM)
 
     def start_sum_(self, tensor: Tensor) -> Started:
-        """Start a sum, to be finished with `wait`; all ranks start sums in the same order."""
+        """Start a sum that `wait` completes; all ranks start sums in the same order."""
         with self._guarded([tensor]):
             return Started(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
 
@@ -135,7 +136,7 @@ class GroupCollective:
         return gather_by_sum(self, values, device="cuda" if self.transport == "nccl" else "cpu")
 
     def check_peers(self) -> None:
-        """Check for a lost peer, because NCCL does not report one: its kernel on the device just never ends."""
+        """Check for a lost peer; NCCL does not report one, its kernel on the device just never ends."""
         if self._communicator is not None and self._communicator.get_error() != ErrorType.SUCCESS:
             raise self._lost(f"over {self.transport}", "its communicator failed")
 
@@ -152,14 +153,14 @@ class GroupCollective:
 
     def _run(self, tensors: Sequence[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
         with self._guarded(tensors):
-            # Started together and waited for together, so that small tensors share one round trip.
+            # Start all before waiting for any, so that small tensors share one round trip.
             for started in [Started(tensor, start(tensor)) for tensor in tensors]:
                 started.wait()
 
     @contextlib.contextmanager
     def _guarded(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         for tensor in tensors:
-            # Gloo has had races between host and device with CUDA tensors; the host path makes its own copies.
+            # Gloo had races between host and device with CUDA tensors; the host path makes its own copies.
             assert tensor.is_cuda == (self.transport == "nccl"), f"{self.transport} was handed a {tensor.device} tensor"
         try:
             yield
@@ -186,10 +187,10 @@ class GroupCollective:
 
 
 class BlockingCollective(abc.ABC):
-    """A collective for tensors in host memory whose sums are done when the call returns.
+    """A collective for tensors in host memory whose sums are complete when the call returns.
 
-    A backend of a user's own defines the three abstract methods. Each changes its tensors in place, and every rank
-    must end with the same bits.
+    A user's own backend defines the three abstract methods. Each changes its tensors in place, and every rank must end
+    up with the same bits.
     """
 
     def __init__(self, *, transport: str, rank: int, world_size: int) -> None:
@@ -207,25 +208,25 @@ class BlockingCollective(abc.ABC):
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None: ...
 
     def start_sum_(self, tensor: Tensor) -> Started:
-        """Sum at once: a background sum would use the same cores as the computation."""
+        """Sum immediately: a background sum would use the same cores as the computation."""
         self.sum_([tensor])
         return Started(tensor, None)
 
     def wait(self, sums: Sequence[Started]) -> None:  # noqa: B027
-        """Nothing to wait for: the sums were complete when `start_sum_` returned."""
+        """Do nothing: the sums were complete when `start_sum_` returned."""
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         return gather_by_sum(self, values, device="cpu")
 
     def check_peers(self) -> None:  # noqa: B027
-        """Nothing to check: a rank that waits for a peer notices its end."""
+        """Do nothing: a rank that waits for a peer notices when the peer ends."""
 
     def finish(self, timeout_s: float) -> None:  # noqa: B027
-        """Nothing to wait for."""
+        """Do nothing: no collective runs in the background."""
 
 
 def gather_by_sum(collective: RankCollective, values: Sequence[int], *, device: str) -> list[list[int]]:
-    """The integers of every rank: each fills its own row of a table of zeros."""
+    """Gather the integers of every rank: each rank fills its own row of a table of zeros."""
     table = torch.zeros(collective.world_size, len(values), dtype=torch.int64, device=device)
     table[collective.rank] = torch.tensor(values, dtype=torch.int64)
     collective.sum_([table])
@@ -235,9 +236,10 @@ def gather_by_sum(collective: RankCollective, values: Sequence[int], *, device: 
 
 @torch.no_grad()
 def meet(exchanges: Sequence[Exchanged]) -> None:
-    """Sum the wires of exchanges of one process in rank order and give each the sum.
+    """Sum the wires of exchanges in one process, in rank order, and give each exchange the sum.
 
-    These are the bits of SharedMemoryCollective; of Gloo for two ranks, since for more it adds in another order.
+    The result has the same bits as SharedMemoryCollective. It has the same bits as Gloo for two ranks only, since Gloo
+    adds more ranks in another order.
     """
     ordered = sorted(exchanges, key=lambda exchange: exchange.rank)
     for wires in zip(*(exchange.wires for exchange in ordered), strict=True):
@@ -246,7 +248,7 @@ def meet(exchanges: Sequence[Exchanged]) -> None:
 
 @torch.no_grad()
 def meet_pieces(exchanges: Sequence[Exchange]) -> list[Settled]:
-    """Finish opened averages of one process, piece by piece, with the bits of `meet`; counters take the maximum."""
+    """Complete open averages in one process, piece by piece, with the bits of `meet`; counters take the maximum."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.rank)
     for pieces in zip(*(exchange.pieces for exchange in ordered), strict=True):
         on = ordered[0].arena.device
@@ -272,7 +274,7 @@ def meet_pieces(exchanges: Sequence[Exchange]) -> list[Settled]:
 
 
 def _share(tensors: Sequence[Tensor], combine: Callable[..., Tensor]) -> None:
-    """Combine the tensors in order, and give each the result."""
+    """Combine the tensors in order, and write the result into each."""
     first, *others = tensors
     for other in others:
         combine(first, other, out=first)
@@ -290,7 +292,7 @@ def await_event(
         if waited_s > timeout_s:
             raise late()
         collective.check_peers()
-        # Most sums end within a millisecond, about the shortest sleep of the system.
+        # Most sums end within a millisecond, which is about the shortest sleep of the system.
         if waited_s > _SPIN_S:
             time.sleep(_TURN_S)
 
@@ -312,7 +314,7 @@ def _nccl_backend(group: dist.ProcessGroup | None) -> Backend:
 
 
 def _suspect(trouble: str, rank: int, world_size: int, peers: Sequence[Peer]) -> int | None:
-    """The lost rank, if there is only one other or Gloo's message contains its address."""
+    """The lost rank, if there is only one other rank or Gloo's message contains its address."""
     named = [other for other, peer in enumerate(peers) if other != rank and f"[{peer.address}]" in trouble]
     return named[0] if len(named) == 1 else _only_other(rank, world_size)
 

@@ -1,7 +1,7 @@
-"""Sums pieces that were rounded: every rank gets the packets of all ranks and adds up the values in them.
+"""Sums rounded pieces: every rank receives the packets of all ranks and adds up the values in them.
 
-The sum is formed in float32 and in the order of ranks, so it has the same bits on all of them. The bytes that a rank
-receives grow with the number of ranks. Called by the averagers and by `meet_pieces`.
+The sum is computed in float32 and in rank order, so it has the same bits on all ranks. The bytes that a rank receives
+grow with the number of ranks. Called by the averagers and by `meet_pieces`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from outrider.average.wire_codec import PacketForm
 
 
 class Broadcasts(Protocol):
-    """Every collective."""
+    """The part of a collective that PacketSums needs; every collective has it."""
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None: ...
 
 
 def add_packets(packets: Sequence[Tensor], form: PacketForm, total: Tensor, *, start: int = 0) -> None:
-    """The sum of the values from `start` on, as many as `total` has."""
+    """Write the sum of the packets' values into `total`: as many values as it holds, from `start` on."""
     if not total.numel():
         return
     values = torch.empty_like(total)
@@ -33,7 +33,7 @@ def add_packets(packets: Sequence[Tensor], form: PacketForm, total: Tensor, *, s
 
 
 class PacketSums:
-    """Packets of all ranks, brought by broadcasts, which every transport has."""
+    """Sums the packets of all ranks; exchanges them by broadcasts, which every transport has."""
 
     def __init__(self, collective: Broadcasts, *, rank: int, world_size: int) -> None:
         self._collective = collective

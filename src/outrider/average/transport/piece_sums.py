@@ -1,7 +1,7 @@
-"""Sums the pieces of an average one after the other: where a piece is written, and where its sum is read.
+"""Sums the pieces of an average one after another; provides the memory for each piece and for its sum.
 
-Decides how many pieces are under way at a time, so that ranks fill, sum and use different pieces at once. Does not
-interpret them. Called by HostAverager.
+Decides how many pieces are in progress, so that a rank can fill, sum and read different pieces at the same time. Does
+not interpret them. Called by HostAverager and PiecewiseGradients.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class PieceSums(Protocol):
     """Sums of pieces in host memory, in the same order on all ranks."""
 
     depth: int
-    """How many pieces may have a place before the first of them is finished."""
+    """How many pieces may have a place before the oldest is finished."""
 
     def place(self, numel: int, dtype: torch.dtype, form: PacketForm | None = None) -> Tensor:
-        """Where to write the next piece; with a form it is a packet, and the sum that of the values in it."""
+        """The memory for the next piece; with a form, the piece is a packet, and its decoded values are summed."""
 
     def start(self) -> None:
-        """The oldest place that was not started is filled."""
+        """Start the sum of the oldest place that was not started; the caller has filled it."""
 
     def finish(self) -> Sequence[Tensor]:
-        """Wait for the oldest sum; its segments, one after the other, may be read until the next `depth` starts."""
+        """Wait for the oldest sum and return its consecutive segments; they may be read until `depth` more starts."""
 
 
 class PrivateSums:
-    """Pieces in buffers of this rank, summed by any collective."""
+    """Pieces in this rank's own buffers, summed by any collective."""
 
     def __init__(self, collective: Collective, *, rank: int, world_size: int, pin_memory: bool) -> None:
         self._collective = collective
         self._pin_memory = pin_memory
-        # Only a process group sums in the background.
+        # Only a process group can sum in the background.
         self._group = collective if isinstance(collective, GroupCollective) else None
         self.depth = 2 if self._group is not None else 0
         self._buffers: list[Tensor] = []
@@ -52,7 +52,7 @@ class PrivateSums:
         self._packets = PacketSums(collective, rank=rank, world_size=world_size)
 
     def place(self, numel: int, dtype: torch.dtype, form: PacketForm | None = None) -> Tensor:
-        # Copies to a device may still read the sums of the last two pieces that were finished.
+        # Copies to a device may still read the sums of the two pieces finished last.
         number = self._number % (self.depth + 4)
         self._number += 1
         num_bytes = numel * dtype.itemsize
@@ -82,12 +82,12 @@ class PrivateSums:
 
 
 class SharedSums:
-    """Pieces in the shared memory itself: each rank sums its share of a piece, and all read the shares of all.
+    """Pieces that are written directly to shared memory: each rank sums its share of a piece, and reads all shares.
 
-    A rank sums its share of a piece some pieces after it was written, and reads the sum some pieces after that, so that
-    ranks need not keep step. A rank that has told that its share is summed has read the others' pieces, and one that
-    has told that its piece is there has read the sums of all pieces more than `depth` before: so no place is
-    overwritten while it is read.
+    A rank sums its share of a piece a few pieces after writing it, and reads the sum a few pieces later, so ranks need
+    not run in lockstep. Signals protect places from being overwritten while they are read. A rank that signals that its
+    share is summed has read the pieces of the other ranks. A rank that signals that its piece is written has read the
+    sums of all pieces more than `depth` before it.
     """
 
     depth = NUM_PLACES - 2
@@ -101,7 +101,7 @@ class SharedSums:
 
     @property
     def memories(self) -> Sequence[Tensor]:
-        """The shared memory of every rank, where places and sums are."""
+        """The shared memory of every rank, which holds places and sums."""
         return self._collective.memories
 
     def place(self, numel: int, dtype: torch.dtype, form: PacketForm | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class _SharedPiece:
     dtype: torch.dtype
     form: PacketForm | None
     told: int = -1
-    """The number of the last signal about it."""
+    """The number of the last signal about this piece."""
 
     @property
     def num_bytes(self) -> int:
@@ -175,7 +175,7 @@ def _add_up(pieces: Sequence[Tensor], total: Tensor) -> None:
 def piece_sums(
     collective: Collective, *, rank: int, world_size: int, largest_bytes: int, pin_memory: bool
 ) -> PieceSums:
-    """In shared memory where ranks have it and the largest piece fits, else in buffers of the rank."""
+    """Sums in shared memory if the ranks have it and the largest piece fits, else in the rank's own buffers."""
     if isinstance(collective, SharedMemoryCollective) and largest_bytes <= PLACE_BYTES:
         return SharedSums(collective)
     return PrivateSums(collective, rank=rank, world_size=world_size, pin_memory=pin_memory)

@@ -1,6 +1,6 @@
-"""Registers memory that ranks share with CUDA, so that copies between it and a device need no copy in between.
+"""Registers shared memory of ranks with CUDA, so that it can be copied to and from a device without a staging buffer.
 
-Decides nothing about its use; where registration fails, copies are slower and right. Called by HostAverager.
+Decides nothing about its use. If registration fails, copies are slower but still correct. Called by HostAverager.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @contextmanager
 def pinned(memories: Sequence[Tensor]) -> Iterator[int]:
-    """Yield how many of these ranges of host memory could be registered; they are until the end of the context."""
+    """Register ranges of host memory for the duration of the context; yields how many could be registered."""
     runtime = torch.cuda.cudart()
     registered = []
     for memory in memories:

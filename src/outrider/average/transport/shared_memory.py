@@ -1,7 +1,7 @@
-"""Shares memory between ranks of one host: file descriptors are passed over Unix sockets.
+"""Shares memory between ranks of one host by passing file descriptors over Unix sockets.
 
-The memory is anonymous and ends with the ranks; the folder of the sockets is removed once all are connected. Only
-processes of this user are accepted. Called when a collective between ranks of one host is opened.
+The memory is anonymous and is freed when the ranks end; the folder of the sockets is removed once all ranks are
+connected. Only processes of this user are accepted. Called when a collective between ranks of one host is opened.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outrider.machine.credentials import is_same_user
 
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
-"""An all-gather of small values, in order of ranks."""
+"""An all-gather of small values, in rank order."""
 MEET_S = 30.0
 """All ranks connect at the same time, so a short timeout is enough."""
 _HELLO = struct.Struct("<I")
-# A socket's path may have 107 characters, of which our folder's name takes about 40.
+# A socket's path may have 107 characters; our folder's name takes about 40 of them.
 _MAX_BASE_LENGTH = 60
 
 
@@ -44,13 +44,13 @@ class SharedMemoryGroup:
 
     rank: int
     memories: tuple[Tensor, ...]
-    """The memory of every rank as bytes, in order of ranks, including this one."""
+    """The memory of every rank as bytes, in rank order, including this rank."""
     connections: dict[int, socket.socket]
     """The sockets to every other rank."""
 
     def close(self) -> None:
         for connection in self.connections.values():
-            # Shutdown wakes a thread that waits for this peer; closing alone would not.
+            # Shutdown wakes a thread that waits for this peer; close alone would not.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -59,9 +59,9 @@ class SharedMemoryGroup:
 def connect_shared_memory(
     rank: int, num_bytes: int, *, exchange: Exchange, base: str | None = None
 ) -> SharedMemoryGroup:
-    """Connect all ranks; called by every rank, and raises `NoSharedMemory` on all of them if one cannot.
+    """Connect all ranks; called by every rank, and raises `NoSharedMemory` on all of them if one cannot connect.
 
-    `base` is a private folder that another process removes even if this one is killed; by default the folder for
+    `base` is a private folder that another process removes even if this one is killed. The default is the folder for
     temporary files.
     """
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ class _SharedMemorySocket:
         with contextlib.ExitStack() as stack:
             file = _anonymous_file(num_bytes)
             stack.callback(os.close, file)
-            # Private to this user.
+            # mkdtemp makes the folder private to this user.
             folder = tempfile.mkdtemp(
                 prefix=f"outrider-{os.getpid()}-", dir=base if len(base) <= _MAX_BASE_LENGTH else "/tmp"
             )

@@ -1,7 +1,7 @@
 """Sums between ranks of one host in shared memory, several times faster than over a network stack.
 
-Decides which rank reads what and when. A few bytes over a socket signal that data is ready; a closed socket means a
-lost peer. Called by the averagers, the averages of a rank and `wrap()`, like the other collectives.
+Decides which rank reads which data, and when. A few bytes over a socket signal that data is ready; a closed socket
+means a lost peer. Called by the averagers, the averages of a rank and `wrap()`, like the other collectives.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ PIECE_BYTES = 4 * 2**20
 """Tensors are summed in pieces of this size; smaller pieces need more messages, larger ones gain nothing."""
 NUM_PLACES = 6
 PLACE_BYTES = 5 * 2**20
-"""Of each place for a piece of an average, and of its sum; a place is used again after NUM_PLACES pieces."""
+"""Size of each place for a piece of an average, or for its sum; a place is reused after NUM_PLACES pieces."""
 _PLACES_START = 2 * PIECE_BYTES
 _NUM_BYTES = _PLACES_START + 2 * NUM_PLACES * PLACE_BYTES
-# Shares of a piece begin at multiples of this many elements, whole cache lines.
+# Shares of a piece begin at multiples of this many elements, so that they consist of whole cache lines.
 _SHARE_NUMEL = 1024
 MAX_VIEWS = 64
-# More than are ever under way.
+# More signals than are ever in flight.
 _MAX_TOLD = 64
 _MESSAGE = struct.Struct("<QQ")
 Combine = Callable[[Tensor, Sequence[Tensor]], object]
-"""Reduces the pieces of all ranks, in order of ranks, into the first argument."""
+"""Reduces the pieces of all ranks, in rank order, into the first argument."""
 
 
 class SharedMemoryCollective(BlockingCollective):
     """In-place collectives in the same order on all ranks; results are bit-identical on all ranks, and equal to `meet`.
 
-    Each rank writes to its own memory and reads that of all ranks. Two buffers are used in turn: a rank that signals a
-    piece has read all of the previous piece, so no rank overwrites data that another still reads.
+    Each rank writes to its own memory and reads the memory of all ranks. Two buffers alternate: a rank that signals a
+    piece has finished reading the previous piece, so no rank overwrites data that another rank still reads.
     """
 
     def __init__(self, shared_memory_group: SharedMemoryGroup, *, what: str, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class SharedMemoryCollective(BlockingCollective):
         self._num_told = 0
         self._num_heard = dict.fromkeys(shared_memory_group.connections, 0)
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        """Of the memories of all ranks, by place, bytes and dtype: averages have the same few sizes."""
+        """Cached views of all ranks' memories by start, element count and dtype; averages reuse the same few sizes."""
         for connection in shared_memory_group.connections.values():
             connection.settimeout(timeout_s)
 
@@ -82,7 +82,7 @@ class SharedMemoryCollective(BlockingCollective):
 
     @torch.no_grad()
     def _combine_all(self, tensors: Sequence[Tensor], combine: Combine, *, lays_down: bool = True) -> None:
-        """Reduce piece by piece; a rank without a contribution writes nothing, and its memory is not read."""
+        """Reduce piece by piece; a rank with `lays_down` false writes nothing, and its memory is not read."""
         for tensor in tensors:
             assert not tensor.is_cuda, f"shared memory was handed a {tensor.device} tensor"
             flat = tensor.reshape(-1)
@@ -119,11 +119,11 @@ class SharedMemoryCollective(BlockingCollective):
         return self._shared_memory_group.memories
 
     def places(self, number: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """The piece of every rank at a place."""
+        """The pieces of all ranks at a place."""
         return self._at(_PLACES_START + number * PLACE_BYTES, numel, dtype)
 
     def sums(self, number: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """The sum at a place: in the memory of each rank, its own share of it."""
+        """The memory of the sum at a place; each rank's memory holds that rank's share."""
         return self._at(_PLACES_START + (NUM_PLACES + number) * PLACE_BYTES, numel, dtype)
 
     def share(self, numel: int, rank: int) -> slice:
@@ -132,7 +132,7 @@ class SharedMemoryCollective(BlockingCollective):
         return slice(min(numel, rank * per_rank), min(numel, (rank + 1) * per_rank))
 
     def signal(self, num_bytes: int) -> int:
-        """Tell all other ranks that what comes next in the common order is ready; returns its number."""
+        """Signal to all other ranks that the next item in the common order is ready; returns its number."""
         number = self._num_told
         message = self._told[number % _MAX_TOLD] = _MESSAGE.pack(number, num_bytes)
         self._num_told += 1
@@ -142,7 +142,7 @@ class SharedMemoryCollective(BlockingCollective):
         return number
 
     def await_signals(self, number: int, num_bytes: int) -> None:
-        """Wait for this signal of all other ranks; those before it come first."""
+        """Wait until all other ranks have sent this signal and all earlier ones."""
         for rank in self._shared_memory_group.connections:
             while self._num_heard[rank] <= number:
                 expected = self._told[self._num_heard[rank] % _MAX_TOLD]

@@ -1,6 +1,6 @@
 """Policy `balanced`: gradients averaged at every step, the global batch split in proportion to speed.
 
-Decides the split of each step; the gradient, weighted by samples, is exactly that of one device with the whole batch.
+Decides the split of each step; the gradient, weighted by samples, equals that of one device with the whole batch.
 If sharing steps is slower than one rank alone, that rank takes whole batches and the others rest.
 """
 
@@ -26,7 +26,7 @@ from outrider.policy.effects import (
 from outrider.policy.policy_spec import SegmentContext
 
 STEPS_AHEAD = 2
-"""Splits are decided this many steps early, so that workers can fetch what comes; not while each step tries another."""
+"""Splits are decided this many steps early so that workers can prefetch; not while every step tries another split."""
 
 
 def balanced(segment: SegmentContext) -> Policy:
@@ -75,7 +75,7 @@ def balanced(segment: SegmentContext) -> Policy:
 def _alone(
     lone: int, stretch: tuple[Batch, ...], *, samples: int, is_last: bool
 ) -> Generator[Effect, AverageReport, AverageReport]:
-    """Whole batches on one rank; the others, who take none of their samples, are handed what it learned at the last."""
+    """Train whole batches on rank `lone` while the others rest; a hand-over of its state follows the last stretch."""
     if samples:
         yield Expect(stretch)
         for batch in stretch:

@@ -1,7 +1,7 @@
-"""What the policies of shared steps are in a world of one rank: its own steps, with nobody to share them with.
+"""Replaces the policies of shared steps in a world of one rank: local steps, because there is nobody to share with.
 
-Decides how often the rank listens for a wish to stop or to save. A shared step would be waited for by the host, which
-then has no next step queued: on a GPU that is time without work.
+Decides how often the rank checks for requests to stop or to save. A shared step would make the host wait, with no next
+step queued; a GPU would then idle.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from outrider.policy.effects import AverageReport, Confer, Expect, Merge, Policy
 from outrider.policy.policy_spec import SegmentContext
 
 STRETCH_MS = 500.0
-"""Time of the steps between which the rank listens: on a GPU nothing is queued in that moment."""
+"""Time of the steps between two checks for requests: at a check, a GPU has nothing queued."""
 MAX_STRETCH = 1024
 
 
 def one_rank(segment: SegmentContext) -> Policy:
-    """One segment of an epoch, whole batches one after the other."""
+    """One segment of an epoch, one whole batch after another."""
     seat, span = segment.seat, segment.span
     batches = span.batches(seat.batch_size, least=min(2, seat.batch_size))
     length, mine = 1, 0
@@ -35,7 +35,7 @@ def one_rank(segment: SegmentContext) -> Policy:
 
 
 def _next_length(length: int, report: AverageReport) -> int:
-    """By the time of the steps so far; it grows step by step, since the first ones carry the warm-up of a device."""
+    """Steps until the next check, by the time of the steps so far; at most doubles, as early steps carry warm-up."""
     (facts,) = report.ranks
     step_ms = facts.compute_ms / max(1, facts.batches)
     wanted = round(STRETCH_MS / max(step_ms, STRETCH_MS / MAX_STRETCH))

@@ -33,8 +33,8 @@ def _my_part(whole: Batch, seat: Seat) -> Batch:
 
 @lru_cache(maxsize=4)
 def _equal_split(total: int, world_size: int, batch_size: int) -> Split:
-    """The same for all ranks; kept, since the simulator asks once per simulated rank and step."""
+    """The split for all ranks; cached, because the simulator asks once per simulated rank and step."""
     samples = even(total, world_size)
-    # Only the last batch of a segment can leave a rank with one sample, unless one is what was asked for.
+    # Only the last batch of a segment can leave a rank with one sample, unless the user asked for batches of one.
     parts = samples if batch_size == 1 else without_singles(samples)
     return Split(samples=parts, reason="equal")
