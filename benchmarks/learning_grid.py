@@ -63,6 +63,7 @@ def _named_jobs() -> Iterator[tuple[str, list[Cell]]]:
     yield from _in_lab(CHOICE)
     yield from _windows("trio", (1.0,), (2, 5, 20), seeds)
     yield from _remedies(20, REMEDIES[:7], seeds)
+    yield from _phases(seeds)
 
 
 def _alone(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
@@ -126,6 +127,15 @@ def _in_lab(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
         yield "lab", [Cell(task=task, length=1.3, seed=seed) for seed in seeds]
         for window in (5, 20):
             yield "lab", [Cell(task=task, speeds="pair0.4", window=window, seed=seed) for seed in seeds]
+
+
+def _phases(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
+    """Windows that get shorter towards the end of each phase of the learning rate."""
+    cells = product((8, 20), ("fine", "fine+phases", "fine+outer", "fine+outer+phases"), seeds)
+    yield (
+        "phases",
+        [Cell(task="mlp-sgd-steps", speeds="pair0.4", window=w, remedy=r, seed=s) for w, r, s in cells],
+    )
 
 
 def _text() -> Iterator[tuple[str, list[Cell]]]:

@@ -35,6 +35,8 @@ from outrider.virtual.lab import Bench, train
 
 POINTS = 5
 """Evaluations of a run with local steps; each ends a window, so they are few."""
+FINE_POINTS = 20
+"""The same for the remedies "fine" and "phases", whose windows change more often."""
 SOLO_POINTS = 30
 NUM_EVALUATED = 2_000
 SPEEDS = {"solo": (1.0,), "pair0.4": (1.0, 0.4), "pair0.8": (1.0, 0.8), "trio": (1.0, 0.5, 0.25), "quad": (1.0,) * 4}
@@ -175,6 +177,10 @@ def windowed(window: float, remedy: str, progress: float) -> float:
         return window * (0.625 if progress < 0.5 else 2.5)
     if "late" in remedy:
         return window * (2.5 if progress < 0.5 else 0.625)
+    if "phases" in remedy:
+        # The last fifth of each phase of a rate that falls at half and three quarters; here averages are more.
+        is_end = any(end - part / 5 < progress < end for end, part in ((0.5, 0.5), (0.75, 0.25), (1.0, 0.25)))
+        return window / 4 if is_end else window
     return window
 
 
@@ -212,7 +218,8 @@ def rate_of(remedy: str, speeds: Sequence[float]) -> float:
 def run_stack(cells: Sequence[Cell], folder: Path) -> Iterator[dict[str, Any]]:
     task, speeds = STACKED[cells[0].task], SPEEDS[cells[0].speeds]
     length = round(task.batches * cells[0].length)
-    segments = POINTS if len(speeds) > 1 else 10 if task.data == "text" else SOLO_POINTS
+    is_fine = cells[0].remedy.startswith("fine")
+    segments = FINE_POINTS if is_fine else POINTS if len(speeds) > 1 else 10 if task.data == "text" else SOLO_POINTS
     runs = [stack_run(cell, speeds, length, segments) for cell in cells]
     data, evaluated = dataset(task.data, folder)
     stack = Stack(task, runs, data, length=length)
