@@ -207,16 +207,6 @@ def test_an_evaluation_that_is_no_number(train_here: Trainer, problem: Problem) 
     )
 
 
-def test_log_in_evaluate_is_an_error(train_here: Trainer, problem: Problem) -> None:
-    def evaluate(model: nn.Module, batch: Any) -> float:
-        outrider.log("accuracy", 0.5)
-        return 0.5
-
-    assert words_of(lambda: train_here(evaluate=evaluate, eval_dataset=problem["dataset"])) == (
-        "log('accuracy', ...) was called outside a step\nhint: call outrider.log inside the step function"
-    )
-
-
 @pytest.mark.parametrize(("name", "step"), [("epoch_start", 0), ("epoch_end", 12)])
 def test_an_exception_in_a_callback(train_here: Trainer, name: str, step: int) -> None:
     error = error_of(lambda: train_here(**{name: fail}))

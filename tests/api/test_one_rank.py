@@ -333,6 +333,19 @@ def test_logged_scalars_start_anew_each_epoch(train_here: Trainer) -> None:
     assert all(epoch.logged["loss"] == pytest.approx(epoch.loss) for epoch in train_here(step=step, epochs=3))
 
 
+def test_a_step_that_logs_serves_as_evaluation_and_its_means_are_those_of_training(
+    train_here: Trainer, problem: Problem
+) -> None:
+    def step(model: nn.Module, batch: Any) -> Any:
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        outrider.log("loss", loss)
+        return loss
+
+    for epoch in train_here(step=step, evaluate=step, eval_dataset=problem["dataset"], epochs=3):
+        assert epoch.logged["loss"] == pytest.approx(epoch.loss)
+        assert epoch.eval != pytest.approx(epoch.loss)
+
+
 def test_log_outside_a_step_is_an_error() -> None:
     with pytest.raises(outrider.ConfigError) as caught:
         outrider.log("accuracy", 0.5)

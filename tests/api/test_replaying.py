@@ -140,6 +140,22 @@ def test_a_run_that_failed_is_replayed_to_the_step_at_fault(tmp_path: Path) -> N
     assert 100 in order[worst.batch.start : worst.batch.stop]
 
 
+def exploding(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1e30 if steps > 105 else 1.0)
+
+
+@pytest.mark.parametrize("policy", ["async", "cadence"])
+def test_a_run_that_failed_after_epochs_without_a_stop_is_replayed(tmp_path: Path, policy: str) -> None:
+    changes = {"epochs": 6, "scheduler": exploding, "anchor": 7}
+    with pytest.raises(OutriderError, match="not finite"):
+        train(policy, run_dir=tmp_path / "run", **changes).join()
+    result = outrider.replay(tmp_path / "run", **arguments(policy, **changes))
+    assert result.error is not None
+    assert "not finite" in result.error.message
+    assert result.departure is None
+    assert [epoch.has_same_bits for epoch in result.epochs] == [True] * 3
+
+
 def test_shared_steps_are_replayed(tmp_path: Path) -> None:
     train("auto", run_dir=tmp_path / "run").join()
     result = outrider.replay(tmp_path / "run", **arguments("auto"))

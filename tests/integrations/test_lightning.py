@@ -208,7 +208,7 @@ def test_options_that_lightning_decides_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match="resume was given, but Lightning saves and loads") as caught:
         kind(resume="auto")
     assert caught.value.hint == "pass ckpt_path= to trainer.fit(), or load with fabric.load()"
-    with pytest.raises(ConfigError, match="policy='auto' lets a device rest for whole epochs"):
+    with pytest.raises(ConfigError, match="policy='auto' changes between exact and local steps"):
         kind(policy="auto")
 
 

@@ -7,6 +7,7 @@ import json
 from outrider.policy.effects import (
     Average,
     AverageReport,
+    AwaitOthers,
     Batch,
     Begin,
     Collect,
@@ -16,8 +17,10 @@ from outrider.policy.effects import (
     Expect,
     HandOver,
     Lease,
+    LeaveOpen,
     Merge,
     Note,
+    OpenWindow,
     Poll,
     SharedStep,
     Step,
@@ -61,8 +64,19 @@ def test_what_moved_nothing_is_not_schedule() -> None:
 def test_of_a_segment_that_failed_ranks_replay_what_they_have_in_common() -> None:
     ahead = [["step", 0, 4, 0], ["begin", 4, False], ["step", 4, 4, 4], ["collect", 0.5], ["begin", 4, False]]
     behind = [["step", 8, 4, 0], ["begin", 4, False], ["step", 12, 4, 4]]
-    assert common_part([ahead, behind]) == [ahead[:4], behind]
-    assert common_part([[], ahead]) == [[], ahead[:1]]
+    assert common_part([ahead, behind], met_before=[5, 5]) == [ahead[:4], behind]
+    assert common_part([[], ahead], met_before=[5, 5]) == [[], ahead[:1]]
+
+
+def test_a_rank_may_have_begun_an_average_in_the_epoch_before() -> None:
+    ahead = [["collect", 0.5], ["step", 4, 4, 4], ["begin", 4, False], ["step", 20, 4, 4]]
+    behind = [["begin", 4, False], ["step", 8, 4, 0], ["collect", 0.5], ["step", 12, 4, 4]]
+    assert common_part([ahead, behind], met_before=[6, 5]) == [ahead[:2], behind]
+
+
+def test_a_window_that_stays_open_is_part_of_the_schedule() -> None:
+    window = OpenWindow(samples=4, unaccounted=9)
+    assert recorded((AwaitOthers(), None), (LeaveOpen(window), None)) == [LeaveOpen()]
 
 
 def test_the_end_of_a_segment_tells_what_is_left_and_the_digest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.rank.device_clock import DeviceClock, SharedClock
+from outrider.rank.device_clock import DeviceClock, SharedClock, steps_ahead
 
 
 class Device:
@@ -137,3 +137,24 @@ def test_where_an_average_is_always_beside_the_last_steps_without_one_are_the_me
     step(clock, device, 6.0)
     step(clock, device, 60.0, is_steady=False)
     assert clock.measure(4).slowed_s == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(
+    ("pace_s", "steps"), [(None, 2), (1e-5, 64), (1e-3, 4), (3e-3, 2), (19e-3, 2), (20e-3, 1), (1.0, 1)]
+)
+def test_the_host_keeps_more_short_steps_queued_than_long_ones(pace_s: float | None, steps: int) -> None:
+    assert steps_ahead(pace_s) == steps
+
+
+def test_a_pause_between_two_epochs_belongs_to_no_step(device: Device) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    for _ in range(2):
+        device.run(10.0)
+        clock.stepped()
+    device.run(500.0)
+    clock.skip_pause()
+    device.run(10.0)
+    clock.stepped()
+    measured = clock.measure(3)
+    assert measured.compute_s == pytest.approx(0.030)
+    assert measured.exposed_s == 0.0

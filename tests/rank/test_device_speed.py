@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,40 @@ from torch import nn
 
 import outrider
 from outrider.policy.weights import LEAST_SPEED, relative_speeds
-from outrider.rank.device_speed import measured_speed
+from outrider.rank import device_speed
+from outrider.rank.device_speed import TIMES_IN_DOUBT, measured_speed, speeds_of_all
+from outrider.world.world import World
+
+
+class MeasuredWorld:
+    """Two ranks whose measurements come from a list; a pause between two takes no time."""
+
+    size, device, spec = 2, torch.device("cpu"), SimpleNamespace(speed=1.0)
+
+    def __init__(self, *told: tuple[float, float]) -> None:
+        self.left = list(told)
+
+    def exchange_json(self, own: float, **_: str) -> list[float]:
+        return list(self.left.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        pytest.param([(10.0, 4.0)], (1.0, 0.4), id="clear"),
+        pytest.param([(10.0, 1.0)], (1.0, 0.1), id="clearly much slower"),
+        pytest.param([(10.0, 2.0), (9.0, 4.0)], (1.0, 0.4), id="slowed down for a moment"),
+        pytest.param([(6.0, 1.0), (10.0, 1.0)], (1.0, 0.1), id="the fast one slowed down for a moment"),
+        pytest.param([(10.0, 2.0)] * TIMES_IN_DOUBT, (1.0, 0.2), id="a fifth of the speed indeed"),
+    ],
+)
+def test_speeds_near_the_border_of_beginning_alone_are_measured_again(
+    told: list[tuple[float, float]], expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_speed, "PAUSE_IN_DOUBT_S", 0.0)
+    world = MeasuredWorld(*told)
+    assert speeds_of_all(cast(World, world)) == expected
+    assert world.left == []
 
 
 def test_a_device_has_a_speed() -> None:

@@ -47,14 +47,29 @@ class Said:
 
 
 def epoch_end(
-    driver: BehindDriver, *, has_callbacks: bool = False, evaluates: bool = True, other: tuple[bool, bool]
+    driver: BehindDriver,
+    *,
+    has_callbacks: bool = False,
+    evaluates: bool = True,
+    other: tuple[bool, bool],
+    is_shown: bool = False,
+    is_shown_by_other: bool = False,
 ) -> EpochEnd:
     return EpochEnd(
         cast(Driver, driver),
         cast(Evaluation, Said()) if evaluates else None,
-        world=cast(World, ToldWorld(list(other))),
+        world=cast(World, ToldWorld([*other, is_shown_by_other])),
         has_callbacks=has_callbacks,
+        is_shown=is_shown,
     )
+
+
+@pytest.mark.parametrize("shown", [(False, False), (True, False), (False, True)])
+def test_code_of_the_user_between_two_epochs_of_any_rank_sees_the_model(shown: tuple[bool, bool]) -> None:
+    end = epoch_end(
+        BehindDriver(), evaluates=False, other=(False, False), is_shown=shown[0], is_shown_by_other=shown[1]
+    )
+    assert end.is_watched == any(shown)
 
 
 @pytest.mark.parametrize(

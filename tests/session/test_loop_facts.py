@@ -200,3 +200,20 @@ def test_a_model_file_of_another_ending_is_refused(
         f"the format of a model file follows its ending, and {name!r} has {told}\n"
         "hint: use .safetensors, or .pt for torch.save of the state dict"
     )
+
+
+def test_losses_of_a_step_that_a_pass_leaves_unfinished_do_not_count(session: OpenSession, model: nn.Module) -> None:
+    with session(policy="sync") as s:
+        s.prepare(model, sgd(model))
+        for _ in s.epochs(2):
+            whole: list[float] = []
+            # Five batches of eight: the last one begins a step that is not taken.
+            for number, batch in enumerate(s.batches(data(40), batch_size=8)):
+                loss = squared_error(model, batch)
+                s.backward(loss / 2)
+                whole.append(loss.item())
+                if number % 2:
+                    s.optimizer_step()
+        last = s.metrics
+    assert last is not None
+    assert last.loss == pytest.approx(sum(whole[:4]) / 4)

@@ -71,7 +71,10 @@ def test_a_pass_without_a_step_is_told_once(tmp_path: Path, capsys: pytest.Captu
         for _ in range(2):
             for batch in s.batches(DATA, batch_size=4):
                 model(batch)
-    told = "outrider: no optimizer stepped in a pass of 3 batches: call s.step(loss) for each\n"
+    told = (
+        "outrider: no optimizer stepped in a pass of 3 batches: "
+        "call s.step(loss) for each, or s.optimizer_step() after s.backward(loss)\n"
+    )
     assert capsys.readouterr().err == told
 
 

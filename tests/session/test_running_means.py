@@ -119,3 +119,28 @@ def test_a_mean_goes_on_from_its_state(tmp_path: Path, monkeypatch: pytest.Monke
         assert torch.equal(mean, same)
         assert not torch.equal(mean, latest)
         assert not mean.requires_grad
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_running_mean_that_begins_anew_after_a_resume_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_loaded: bool
+) -> None:
+    data = TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
+
+    def train(epochs: int) -> None:
+        model = nn.Linear(2, 1)
+        with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=True, checkpoint_every=1, resume="auto") as s:
+            s.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            ema = s.ema(model, decay=0.9)
+            for epoch in s.epochs(epochs):
+                if epoch and is_loaded:
+                    ema.load_state_dict(torch.load(tmp_path / "ema.pt"))
+                for x, y in s.batches(data, batch_size=4):
+                    s.step(F.mse_loss(model(x), y))
+                    ema.update()
+            torch.save(ema.state_dict(), tmp_path / "ema.pt")
+
+    train(1)
+    assert "running mean" not in capsys.readouterr().err
+    train(3)
+    assert capsys.readouterr().err.count("the running mean (EMA) begins anew") == (0 if is_loaded else 1)

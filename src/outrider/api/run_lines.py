@@ -25,7 +25,7 @@ def policy_words(policy: PolicySpec) -> str:
 
 
 def start_line(devices: Sequence[str], *, policy: PolicySpec, learning: str | None, folder: Path) -> str:
-    """Devices, policy and why, what is changed about learning, and the run folder; one device needs no policy."""
+    """The line at the start: devices, policy and its reason, changes to learning, run folder; one device: no policy."""
     parts = [_names(devices)]
     if len(devices) > 1:
         parts += [policy_words(policy), *([learning] if learning else [])]
@@ -40,7 +40,7 @@ def _names(devices: Sequence[str]) -> str:
 
 
 def end_line(folder: Path) -> str | None:
-    """The gain over the fastest device, the time waiting, and where the timeline is; None without a finished epoch."""
+    """The line at the end: gain over the fastest device, waiting time, timeline; None without a finished epoch."""
     record = read_record(folder)
     if record is None or not record["epochs"] or record["totals"]["samples_per_s"] is None:
         return None
@@ -49,7 +49,7 @@ def end_line(folder: Path) -> str | None:
 
 
 def _receipt(record: Mapping[str, Any]) -> str:
-    """What `outrider advise` said beforehand, where it did."""
+    """The earlier forecast of `outrider advise`, or an empty text if there is none."""
     forecast = record.get("forecast")
     if forecast is None or forecast["error"] is None:
         return ""
@@ -70,13 +70,13 @@ def _result(record: Mapping[str, Any]) -> str:
 
 
 def _rested(record: Mapping[str, Any]) -> list[float]:
-    """The part of the time in which each device left whole batches to another one."""
+    """The fraction of time in which each device left whole batches to other devices."""
     train_s = record["totals"]["train_s"]
     return [min(1.0, waits.get("rest", 0.0) / train_s) if train_s else 0.0 for waits in record["idle"]["waits_s"]]
 
 
 def _rest_words(record: Mapping[str, Any], rested: Sequence[float]) -> str:
-    """Which devices rested, where that is worth a word: they cost nothing, and bring nothing."""
+    """Name the devices that rested for a noticeable time: they cost nothing and gain nothing."""
     told = [(device, part) for device, part in zip(record["devices"], rested, strict=True) if part >= _LEAST_REST]
     if not told:
         return ""
@@ -85,11 +85,12 @@ def _rest_words(record: Mapping[str, Any], rested: Sequence[float]) -> str:
 
 
 def own_speeds(record: Mapping[str, Any]) -> list[float] | None:
-    """Samples per second of each device while it computed: without waits and without the cost of averages.
+    """Samples per second of each device while it computed, excluding waits and the cost of averages.
 
-    None if the waits of a rank are not known, as those before a checkpoint from which a run was resumed.
+    None if the waits of a rank are not known, for example those before the checkpoint of a resumed run.
     """
-    if record.get("options", {}).get("resume") is not None:
+    # Older records name the option only, which "auto" may not have used.
+    if record.get("resumed_from", record.get("options", {}).get("resume")) is not None:
         return None
     epochs, waits_s = record["epochs"], (record.get("idle") or {}).get("waits_s") or []
     num_ranks = len(record["devices"])

@@ -1,7 +1,7 @@
 """The exponential moving average (EMA) of a model in a user's loop, the same on all ranks.
 
-Decides how much an update weighs: as much as the steps of all ranks since the last one. The mean is linear in the
-model, so the mean over ranks of their running means is the running mean of the averaged model. Made by `Session.ema`.
+Decides the weight of an update from the number of steps of all ranks since the last one. The EMA is linear in the
+model, so the mean of the ranks' EMAs is the EMA of the averaged model. Created by `Session.ema`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class RunningMean:
         count: Callable[[], int],
         world: World,
         backend: BackendChoice,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
+        """Call `on_restart` before the first update, if no saved state was loaded."""
         if not callable(decay) and not 0 <= decay <= 1:
             raise ConfigError(f"decay must be between 0 and 1, got {decay}", hint="0.9998 follows about 5,000 steps")
         self._model = model
@@ -39,20 +41,23 @@ class RunningMean:
         self._count = count
         self._counted = count()
         self._has_begun = False
+        self._on_restart = on_restart
         self.module = copy.deepcopy(model).requires_grad_(False).eval()
-        """The mean: evaluate and save this one."""
+        """The averaged model: evaluate and save this one."""
         self._averages = open_averages(
             Arena(self.module, takes_all=True), world=world, backend=backend, what="a running mean"
         )
 
     def update(self) -> None:
-        """Follow the model; the step that this rank has just taken counts, and those of other ranks since the last."""
+        """Follow the model; counts this rank's latest step and the steps of other ranks since the last update."""
+        if not self._has_begun:
+            self._on_restart()
         self._has_begun = True
-        # Not less than one: the last batch of an epoch may be a part of a step.
+        # Count at least one step: the last batch of an epoch may be a fraction of a step.
         self._follow(max(self._counted, self._count()) + 1)
 
     def average(self) -> None:
-        """Bring all ranks to the same mean; the session does this at the end of a loop over batches()."""
+        """Make the average equal on all ranks; the session calls this at the end of a loop over batches()."""
         if self._has_begun:
             self._follow(self._count())
             self._counted = self._count()
@@ -77,10 +82,10 @@ class RunningMean:
                 mean.copy_(now)
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean and how far it has counted, for a checkpoint of your own."""
+        """The averaged model and its step count, for your own checkpoint."""
         return {"module": self.module.state_dict(), "counted": self._counted}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Continue from `state_dict()`."""
         self.module.load_state_dict(state_dict["module"])
         self._counted, self._has_begun = self._count(), True

@@ -61,7 +61,7 @@ _open: list[Session] = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Membership:
-    """This process as a rank of its session; known after joining, and still after the session has ended."""
+    """Facts about this process as a rank of its session; set on joining, and kept after the session has ended."""
 
     rank: int
     devices: tuple[str, ...]
@@ -122,9 +122,9 @@ class Session:
 
     @property
     def metrics(self) -> EpochMetrics | None:
-        """Metrics over all ranks of the present epoch, from the end of its loop over batches() on.
+        """Metrics of the current epoch over all ranks, available once its loop over batches() has ended.
 
-        During that loop, those of the epoch before; None during the first.
+        During the loop these are the metrics of the previous epoch; None in the first epoch.
         """
         return self._metrics if self._run is None else self._run.metrics
 
@@ -238,7 +238,7 @@ class Session:
             status = "interrupted" if is_interruption(error, run.link) else "failed"
             close_record(run.folder, status=status, error=as_ours(error, run.link))
         self._let_go(error)
-        # The starter of a script's ranks does this once all of them have ended.
+        # If a launcher started the ranks, it completes the timeline once all of them have ended.
         if run.is_recorded and self.is_main and not run.link.owns_process:
             complete_timeline(run.folder.path, self._sampler)
 
@@ -261,8 +261,8 @@ class Session:
         """Prepare all models, optimizers, schedules and a GradScaler in one call; returns them in the same order.
 
         Models move to this rank's device and start from rank 0's parameters. A prepared schedule advances with the
-        samples of all ranks: one tick `per` optimizer step of one device, "sample-batch" (also where you accumulate
-        gradients) or "epoch".
+        samples of all ranks. `per` is the unit of one tick: the optimizer step of one device, "sample-batch" (one
+        batch, even if you accumulate gradients) or "epoch".
         """
         run = self._joined()
         if run.replica is not None:
@@ -292,8 +292,9 @@ class Session:
     def ema(self, model: nn.Module | None = None, *, decay: float | Callable[[int], float] = 0.9998) -> RunningMean:
         """A copy of a prepared model that follows it as an exponential moving average; every rank must call this.
 
-        Call `ema.update()` after each step. `decay` is that of one step of one device, or a function of its number;
-        the result is the same on all ranks after each loop over batches(), whatever the policy. It is `ema.module`.
+        Call `ema.update()` after each step and evaluate `ema.module`. `decay` applies to one step of one device; it is
+        a number, or a function of the step number. After each loop over batches() the average is equal on all ranks,
+        with every policy.
         """
         self._replica_needed("ema")
         run = self._joined()
@@ -306,6 +307,7 @@ class Session:
             count=lambda: self.global_step,
             world=run.world,
             backend=self.backend,
+            on_restart=run.tell_new_running_mean,
         )
         self._means.append(mean)
         return mean
@@ -315,10 +317,10 @@ class Session:
     def epochs(
         self, count: int | None = None, *, steps: int | None = None, samples: int | None = None
     ) -> Iterator[int]:
-        """Iterate over epochs, with `resume` from the checkpoint on; merges the metrics of all ranks after each.
+        """Iterate over epochs and merge the metrics of all ranks after each; `resume` continues from a checkpoint.
 
         Instead of a number of epochs you can pass `steps=` or `samples=` of the whole world, counted from the start of
-        the run; the last epoch is then cut. A step here is a batch of `batch_size` samples.
+        the run; the last epoch then ends early. A step here is a batch of `batch_size` samples.
         """
         if self._order.config.resume is not None:
             self._replica_needed("epochs")
@@ -338,29 +340,29 @@ class Session:
 
     @property
     def samples_seen(self) -> int:
-        """Samples of the whole world since the start of the run, as a schedule counts them.
+        """Samples of the whole world since the start of the run, as learning-rate schedules count them.
 
-        It is equal on all ranks after an average; between averages each rank has its own estimate.
+        The number is equal on all ranks after an average; between averages each rank has its own estimate.
         """
         return self._joined().samples_seen
 
     @property
     def global_step(self) -> int:
-        """`samples_seen` in optimizer steps of one device: the same curve for every policy and number of ranks.
+        """`samples_seen` in optimizer steps of one device; comparable between policies and numbers of ranks.
 
-        A step has `batch_size` samples, or those of as many batches as you accumulate.
+        A step has `batch_size` samples, times the number of batches over which you accumulate gradients.
         """
         replica = self._joined().replica
         return 0 if replica is None else replica.counts.steps.at(self.samples_seen)
 
     @property
     def batch_samples(self) -> int:
-        """Samples of the batch in hand that count; 0 for one that this rank computes only to keep step with others."""
+        """Samples of the current batch that count; 0 if this rank computes it only to keep in step with others."""
         return self._inside("batch_samples").loop.samples
 
     @property
     def progress(self) -> float:
-        """The finished fraction of the loop over `epochs()`; of several passes in an epoch the first counts."""
+        """The finished fraction of the loop over `epochs()`; in an epoch with several passes only the first counts."""
         return self._joined().progress(self._epoch)
 
     def batches(
@@ -379,12 +381,13 @@ class Session:
     ) -> SessionBatches:
         """Iterate over this rank's batches of one pass over a data set, on its device; every sample goes to one rank.
 
-        `batch_size` is per rank, for `balanced` that of all ranks together. You can pass a DataLoader instead of the
-        data set: its settings are used, or refused if that is not possible. `drop_last=True` drops the last samples
-        that do not fill a batch. `order` is a function from the epoch to the indices of its samples, or a sampler; each
-        position of the sequence goes to one rank. An iterable data set without a length needs `length`, its samples in
-        an epoch; every rank reads it and skips what goes to others. `len()` of the result is the number of steps that
-        one device would take, equal on all ranks; you can ask for it before `prepare()`, to make a schedule.
+        `batch_size` is per rank; with `balanced` it is the batch size of all ranks together. You can pass a DataLoader
+        instead of the data set: its settings are used, or refused if that is not possible. `drop_last=True` drops the
+        last samples that do not fill a batch. `order` is a function from the epoch to the indices of its samples, or a
+        sampler; each position of the sequence goes to one rank. An iterable data set without a length needs `length`,
+        its number of samples per epoch; every rank reads it and skips the samples of other ranks. `len()` of the result
+        is the number of steps that one device would take, equal on all ranks. It is available before `prepare()`, so
+        that you can create a schedule from it.
         """
         run = self._joined()
         source = as_source(
@@ -408,17 +411,17 @@ class Session:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the loop, for a checkpoint of your own beside the model, optimizer and schedule.
+        """The position in the loop (epochs, samples, ticks), for your own checkpoint of model, optimizer and schedule.
 
-        With the place in the pass under way, as the model of this rank has learned from it: epochs, samples, ticks.
+        It includes the position in the current pass: the samples that the model of this rank has learned from.
         """
         self._replica_needed("state_dict")
         return self._joined().state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, also on another number of ranks.
+        """Continue from `state_dict()`, on any number of ranks.
 
-        All ranks call this, between prepare() and the loop; the state of rank 0 counts.
+        All ranks call this between prepare() and the loop; the state of rank 0 is used.
         """
         self._replica_needed("load_state_dict")
         run = self._joined()
@@ -465,7 +468,7 @@ class Session:
         self._interruption.raise_due(self._joined())
 
     def _average_means(self) -> None:
-        """All ranks have ended a pass."""
+        """Average the running means over ranks; called when all ranks have ended a pass."""
         for mean in self._means:
             mean.average()
 
@@ -502,7 +505,8 @@ class Session:
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass of a batch; call it several times before a step to accumulate gradients.
 
-        In shared steps (`sync`, `balanced`, `auto` before it changes to local ones) gradients are averaged by then.
+        In shared steps (`sync`, `balanced`, and `auto` until it switches to local steps) gradients are averaged when
+        this returns; with a GradScaler they are averaged when they are unscaled.
         """
         run = self._inside("backward")
         assert run.replica is not None
@@ -514,11 +518,14 @@ class Session:
         run.loop.backward(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, `backward` averages nothing: the first one after it does, or the step. For pieces of one batch."""
+        """Context in which `backward` does not average gradients, for batches that are computed in several pieces.
+
+        The first `backward` after the context averages them, or else the step.
+        """
         return self._inside("no_sync").loop.keeping_gradients()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Clip, step and zero_grad; gradients of shared steps are averaged first, if `backward` has not done so."""
+        """Clip, step and zero_grad; in a shared step, first average gradients if `backward` has not done so."""
         run = self._inside("optimizer_step")
         assert run.replica is not None
         chosen = self._chosen(optimizer, "optimizer_step")
@@ -526,7 +533,7 @@ class Session:
         chosen.zero_grad(set_to_none=True)
 
     def log(self, name: str, value: torch.Tensor | float) -> None:
-        """Log a scalar; its mean over all ranks' batches, weighted by samples, is in the epoch's metrics."""
+        """Log a scalar; the epoch's metrics contain its mean over the batches of all ranks, weighted by samples."""
         run = self._inside("log")
         assert run.replica is not None
         run.replica.logged_scalars.add(name, value, run.loop.samples)
@@ -544,16 +551,16 @@ class Session:
     def evaluate_together(
         self, function: EvaluateAll, dataset: Any, *, batch_size: int | None = None, length: int | None = None
     ) -> float:
-        """The same, divided among all ranks; faster, but every rank must call it, outside of batches()."""
+        """Like `evaluate`, but divided among all ranks; faster, but every rank must call it, outside of batches()."""
         self._replica_needed("evaluate_together")
         self._settle()
         source = self._evaluated(dataset, batch_size, length)
         return self._joined().evaluate_together(function, source)
 
     def gather(self, value: Any) -> list[Any]:
-        """A number, text, list or dict of every rank, in the order of ranks; every rank must call it.
+        """Gather a number, text, list or dict from every rank, in rank order; every rank must call it.
 
-        Call it outside of the loop over batches(), of which the ranks take different numbers.
+        Call it outside of the loop over batches(), because ranks take different numbers of batches.
         """
         self._settle()
         return gather(self._joined().world, value)

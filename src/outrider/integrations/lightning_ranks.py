@@ -50,8 +50,8 @@ class LightningRanks:
         """Called before all ranks meet; raises where they cannot."""
         if self.policy.switches:
             raise ConfigError(
-                f"policy={self.policy.name!r} lets a device rest for whole epochs, and Lightning waits for every rank "
-                "when an epoch's logs are reduced",
+                f"policy={self.policy.name!r} changes between exact and local steps while it runs, and Lightning must "
+                "know from the start whether all ranks take the same steps",
                 hint=f'pass policy="{DEFAULT_POLICY}" (exact steps), "cadence" or "async" (local steps)',
             )
 

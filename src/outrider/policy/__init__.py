@@ -1,15 +1,17 @@
 """Decides which rank trains on which samples and when ranks average: effects, policies, plans, splits, leases.
 
 Knows no torch, no clock and no I/O. Drivers in `rank` (real devices) and `virtual` (simulated time) run the policies.
-The names below are for users who write a policy of their own: docs/policies.md.
+The names below are for users who write their own policy: docs/policies.md.
 """
 
 from outrider.policy.batch_splitter import Splitter
 from outrider.policy.effects import (
     Average,
     AverageReport,
+    AwaitOthers,
     Batch,
     Begin,
+    Border,
     Collect,
     Confer,
     Decision,
@@ -19,8 +21,10 @@ from outrider.policy.effects import (
     GiveBack,
     HandOver,
     Lease,
+    LeaveOpen,
     Merge,
     Note,
+    OpenWindow,
     Policy,
     Poll,
     RankFacts,
@@ -38,8 +42,10 @@ __all__ = [
     "POLICY_TABLE",
     "Average",
     "AverageReport",
+    "AwaitOthers",
     "Batch",
     "Begin",
+    "Border",
     "Collect",
     "Confer",
     "Decision",
@@ -49,8 +55,10 @@ __all__ = [
     "GiveBack",
     "HandOver",
     "Lease",
+    "LeaveOpen",
     "Merge",
     "Note",
+    "OpenWindow",
     "Policy",
     "PolicyChooser",
     "PolicySpec",

@@ -1,7 +1,7 @@
 """The effects that a policy yields to its driver, and the results that it receives.
 
 A policy is a generator: it yields effects and receives their results. It does no I/O, holds no tensor
-and reads no clock; the drivers (`rank`, lab, simulator) decide what an effect costs and does.
+and reads no clock; the drivers (`rank`, lab, simulator) decide what an effect does and costs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A range of positions of the epoch's permutation: the samples of one step (none if count is 0)."""
+    """A range of positions of the epoch's permutation: the samples of one step (none if `count` is 0)."""
 
     start: int
     count: int
@@ -36,9 +36,9 @@ class Lease:
         return self.start + self.count
 
     def batches(self, batch_size: int, *, least: int = 2) -> Iterator[Batch]:
-        """Batches of `batch_size`; a last one of fewer than `least` samples joins the one before it.
+        """Batches of `batch_size`; a last one of fewer than `least` samples is merged into the previous one.
 
-        One sample has no variance: BatchNorm refuses it in training.
+        One sample has no variance: BatchNorm rejects it in training.
         """
         num = num_batches(self.count, batch_size, least=least)
         for number in range(num):
@@ -47,21 +47,21 @@ class Lease:
 
 
 def num_batches(samples: int, batch_size: int, *, least: int = 2) -> int:
-    """How many batches a lease of so many samples has."""
+    """Number of batches in a lease of this number of samples."""
     whole, rest = divmod(samples, batch_size)
     return whole + (rest >= least or (rest > 0 and whole == 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a policy sits: its rank, the size of its world, and the samples of a batch."""
+    """The place of a policy: its rank, the world size and the samples of a batch."""
 
     rank: int
     world_size: int
     batch_size: int
 
 
-# Facts that ride in the buffer being averaged: after an average all ranks hold the same.
+# Facts travel in the averaged buffer: after an average all ranks hold the same.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,28 +71,28 @@ class RankFacts:
     samples: int
     batches: int
     compute_ms: float
-    """Time of those batches; averaging and waiting for others excluded."""
+    """Time of those batches, without averaging and waiting for others."""
     exposed_ms: float
-    """What its previous average, and leases since, took out of its compute path, waiting included."""
+    """Time that its previous average, and leases since, took from its compute path, including waits."""
     waited_ms: float = 0.0
-    """The part of `exposed_ms` that waited for an average in the background to be done."""
+    """The part of `exposed_ms` spent waiting for a background average."""
     average_ms: float = 0.0
-    """How long its previous average took in the background, from its snapshot on, waiting for others included."""
+    """Time of its previous average in the background, from its snapshot on, including waits for other ranks."""
     busy_ms: float = 0.0
-    """Time that its previous average took from its steps in the background, on the processor or device they share."""
+    """Time that its previous background average cost its steps, on the processor or device they share."""
     setup_ms: float = 0.0
-    """Time of steps that say nothing about its speed: the first one, or those in which a new shape was captured."""
+    """Time of steps that tell nothing about its speed: the first one, or those that captured a new shape."""
     loss_sum: float = 0.0
-    """Losses times samples, as far as they are known by now; those of a GPU may come with a later report."""
+    """Losses times samples, as far as known by now; those of a GPU may come with a later report."""
     loss_samples: int = 0
     is_dry: bool = False
-    """No positions are left for it in this segment."""
+    """Whether no positions are left for it in this segment."""
     wants_stop: bool = False
-    """The run is to end here."""
+    """Whether it asks to end the run here."""
     wants_pause: bool = False
-    """The segment is to end here: a checkpoint is due, and the next segment goes on with the rest."""
+    """Whether it asks to end the segment here: a checkpoint is due, and the next segment continues with the rest."""
     wants_layout: bool = False
-    """The same, without a checkpoint: parameters were frozen or thawed, which takes effect between two segments."""
+    """Like `wants_pause`, but without a checkpoint: frozen or thawed parameters take effect between two segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class AverageReport:
     drift: float | None = None
     """Weighted root mean square of ‖x_r − mean‖ / ‖mean‖; None if only gradients were averaged."""
     is_last: bool = False
-    """The policy that receives it is to end the segment, because another one takes over."""
+    """Whether the policy must end the segment, because another policy takes over."""
 
     @cached_property
     def samples(self) -> int:
@@ -143,7 +143,7 @@ class AverageReport:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A value that was decided and why; goes to the timeline."""
+    """A decided value and its reason; goes to the timeline."""
 
     kind: str
     """plan, split, anchor, guard, alone or policy."""
@@ -152,15 +152,40 @@ class Decision:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenWindow:
+    """The unfinished window of one rank at the end of an epoch, with which the next epoch begins."""
+
+    samples: int
+    """Samples of this rank since its last average or snapshot."""
+    unaccounted: int
+    """Samples of all ranks in finished epochs for which no average has accounted."""
+    flying: int | None = None
+    """This rank's samples in an average still running in the background, if any."""
+
+
+NEW_WINDOW = OpenWindow(samples=0, unaccounted=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Border:
+    """The agreement after all ranks have taken their last step of the segment."""
+
+    is_behind: bool
+    """Another rank has applied an average that this rank has begun but not applied."""
+    wants_end: bool
+    """A rank wants to stop, save a checkpoint or change the layout: no window may stay open."""
+
+
 # Effects. `at` is the position in the segment's epoch that the whole world has reached: the learning rate follows it.
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Lease up to `samples` positions from the shared ledger; the result is a Lease, or None when it ran dry.
+    """Lease up to `samples` positions from the shared ledger; the result is a Lease, or None if it ran dry.
 
-    `share` is the rank's part of the world's speed: near the end the ledger gives no more than that of what is left,
-    and nothing to a rank too slow for one more batch.
+    `share` is the rank's part of the world's speed. Near the end the ledger gives at most this part of the rest, and
+    nothing to a rank too slow for one more batch.
     """
 
     samples: int
@@ -169,14 +194,14 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Return the end of the last lease, whose steps were not taken: the segment ends early."""
+    """Return the unused end of the last lease, because the segment ends early."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """These batches come next on this rank, in this order: a driver may fetch them ahead."""
+    """Announce the next batches of this rank, in order; a driver may prefetch them."""
 
     batches: tuple[Batch, ...]
 
@@ -193,7 +218,7 @@ class Step:
 class SharedStep:
     """Gradient of one batch, averaged over all ranks by samples, then the optimizer; the result is an AverageReport.
 
-    Every rank takes part, also with an empty batch.
+    Every rank takes part, even with an empty batch.
     """
 
     batch: Batch
@@ -202,14 +227,14 @@ class SharedStep:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Meet all ranks, average, and go on from the mean; the result is an AverageReport."""
+    """Meet all ranks, average, and continue from the mean; the result is an AverageReport."""
 
     samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Snapshot, and let the average run in the background."""
+    """Take a snapshot, and let the average run in the background."""
 
     samples: int
     is_dry: bool
@@ -217,19 +242,19 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Take in the average begun last if it is there: an AverageReport, or None."""
+    """Apply the last begun average if it is ready; the result is an AverageReport, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Wait for the average begun last and take it in; the result is an AverageReport."""
+    """Wait for the last begun average and apply it; the result is an AverageReport."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confer:
-    """Meet all ranks, who tell each other what they did, and nothing else; the result is an AverageReport.
+    """Meet all ranks to exchange facts, without averaging; the result is an AverageReport.
 
-    `source` works alone and goes on, the others rest.
+    `source` works alone and continues; the others rest.
     """
 
     source: int
@@ -238,11 +263,11 @@ class Confer:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Meet all ranks, who take over everything that training changed on `source`; the result is an AverageReport.
+    """Meet all ranks, which take over everything that training changed on `source`; the result is an AverageReport.
 
-    One rank has worked alone, the others rested: afterwards it is as if all had taken its steps. With `may_wait` they
-    take over when all share a step again, merge or lease, if ever: so `source` can go on alone in the next segment at
-    no cost, and nobody else may step before.
+    One rank worked alone while the others rested: afterwards it is as if all had taken its steps. With `may_wait` they
+    take over only when all next share a step, merge or lease, if ever. So `source` can continue alone in the next
+    segment at no cost; no other rank may step before the take-over.
     """
 
     source: int
@@ -260,12 +285,27 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class EndSegment:
-    """The segment ends here on all ranks, before its last position; what is left of it comes in the next segment.
+    """End the segment on all ranks before its last position; the next segment continues with the rest.
 
-    The result are the ranges that are `left`. The driver knows them, except in a replay, where they were recorded.
+    The result is the ranges that are `left`. The driver knows them; a replay takes them from the recording.
     """
 
     left: tuple[Lease, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitOthers:
+    """After this rank's last step of the segment, wait until all ranks have taken theirs or the last average is ready.
+
+    The result is a Border, or None if the average came first: others may wait for this rank to begin the next one.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOpen:
+    """The last effect of a segment that ends without an average; the next segment continues this window."""
+
+    window: OpenWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +329,8 @@ Effect = (
     | HandOver
     | Merge
     | EndSegment
+    | AwaitOthers
+    | LeaveOpen
     | Note
 )
 Policy = Generator[Effect, Any, None]

@@ -1,4 +1,4 @@
-"""Chooses between exact and local steps by what is expected to be learned per second; for the policy `auto`.
+"""Chooses between exact and local steps by the expected learning per second; for the policy `auto`.
 
 Exact steps are those of one device (`balanced`): shared by all ranks, or taken by one of them alone. Local steps
 (`async`) use every rank's full speed, but a sample is worth less. Compares throughput times that worth. Every rank
@@ -18,23 +18,23 @@ from outrider.policy.effects import AverageReport, Decision
 from outrider.policy.sample_worth import effective_ranks, sample_worth
 from outrider.policy.window_planner import WindowPlanner
 
-# What a sample is worth differs between tasks by about a tenth either way, and where it is less, the same number of
-# epochs ends with a worse result (docs/log.md), so a small promise is none.
+# The worth of a sample differs between tasks by about a tenth either way. If it is less, the same number of epochs ends
+# with a worse result (docs/log.md), so a small promise does not count.
 LEAST_GAIN = 1.2
-"""Local steps are tried where they promise this much; measured, they must keep what exact steps have."""
-# Before local steps were tried: what averages may cost, and the steps of the fastest rank between two of them.
+"""Local steps are tried if they promise this gain; once measured, they must at least equal exact steps."""
+# Assumed before local steps were tried: the cost of averages, and steps of the fastest rank between two averages.
 EXPECTED_OVERHEAD = 0.05
 EXPECTED_WINDOW = 4
 LEAST_STEPS_LEFT = 48
-"""Steps of a run that local steps need to pay for the change."""
-# The first windows after a change carry its cost; a judgement needs some more.
+"""Remaining steps of a run that local steps need to pay for the change."""
+# The first windows after a change carry its cost; a judgement needs some more windows.
 WINDOWS_SKIPPED = 3
 WINDOWS_JUDGED = 12
-# Local steps learn worse where their loss is above that of the exact steps before them by so many standard errors.
+# Local steps learn worse if their loss exceeds that of the exact steps before by this many standard errors.
 LOSSES_KEPT = 32
 LEAST_LOSSES = 4
 WORSE_BY_ERRORS = 3.0
-# After local steps were given up: windows until they may be tried again, four times as many after each time.
+# Windows until local steps may be tried again after they were given up; four times as many after each time.
 WINDOWS_UNTIL_RETRY = 1000
 RETRY_GROWTH = 4
 
@@ -46,7 +46,7 @@ class PolicyChooser:
         self._world_size = world_size
         self.is_exact = True
         self.changed_at = 0
-        """The window of the report with which it changed last."""
+        """The window of the report at which the choice last changed."""
         self.fastest = 0
         """The rank with the highest rate when local steps began."""
         self._exact_rate = 0.0
@@ -60,7 +60,7 @@ class PolicyChooser:
     # Exact steps
 
     def learn_exact(self, report: AverageReport, splitter: Splitter, left: int | None) -> list[Decision]:
-        """Take in an exact step, or a stretch of them; `left` are the samples until the end of the run, if known."""
+        """Learn from an exact step or a stretch of them; `left`: samples until the end of the run, if known."""
         self._samples_until_retry -= report.samples
         if report.loss is not None:
             self._exact_losses.append(report.loss)
@@ -98,7 +98,7 @@ class PolicyChooser:
     # Local steps
 
     def learn_local(self, report: AverageReport, planner: WindowPlanner) -> list[Decision]:
-        """Take in a window of local steps; returns the decision to go back to exact steps."""
+        """Learn from a window of local steps; returns the decision to go back to exact steps, if any."""
         self._num_local += 1
         if self._num_local <= WINDOWS_SKIPPED or self.is_exact:
             return []
@@ -120,7 +120,7 @@ class PolicyChooser:
         return [self._give_up(report, f"{why}: less than exact steps")]
 
     def _learns_worse(self, windows: Sequence[AverageReport]) -> str | None:
-        """The reason, where the loss has risen above where exact steps had brought it."""
+        """The reason, if the loss has risen above the level that exact steps had reached."""
         before = self._exact_losses
         now = [window.loss for window in windows if window.loss is not None]
         if len(before) < LEAST_LOSSES or len(now) < LEAST_LOSSES:
@@ -144,7 +144,7 @@ class PolicyChooser:
         return Decision("policy", "exact" if is_exact else "local", reason)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; a judgement under way begins anew."""
+        """The state for a checkpoint; an unfinished judgement starts anew."""
         return {
             "is_exact": self.is_exact,
             "fastest": self.fastest,
@@ -164,7 +164,7 @@ class PolicyChooser:
 
 
 def _measured_rates(windows: Sequence[AverageReport], world_size: int) -> tuple[float, ...]:
-    """Samples per ms of each rank over some windows, averages and waits included."""
+    """Samples per ms of each rank over some windows, including averages and waits."""
     rates = []
     for rank in range(world_size):
         facts = [window.ranks[rank] for window in windows]
@@ -179,6 +179,6 @@ def _mean_window(windows: Sequence[AverageReport]) -> float:
 
 def _promise(gain: float, throughput: float, worth: float) -> str:
     return (
-        f"local steps promise to learn {gain:.2f}x as much per second: {throughput:.2f}x the samples, "
+        f"they promise to learn {gain:.2f}x as much per second: {throughput:.2f}x the samples, "
         f"each worth {worth:.2f} of one in an exact step"
     )

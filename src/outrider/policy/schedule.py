@@ -14,6 +14,7 @@ from typing import Any
 from outrider.policy.effects import (
     Average,
     AverageReport,
+    AwaitOthers,
     Batch,
     Begin,
     Collect,
@@ -24,6 +25,7 @@ from outrider.policy.effects import (
     GiveBack,
     HandOver,
     Lease,
+    LeaveOpen,
     Merge,
     Note,
     Policy,
@@ -38,7 +40,7 @@ Entry = list[Any]
 
 
 class ScheduleRecorder:
-    """Passes on one rank's schedule of one segment; in `entries` where nobody else takes it."""
+    """Records one rank's schedule of one segment; keeps it in `entries` if no `keep` function is given."""
 
     def __init__(self, keep: Callable[[Entry], None] | None = None) -> None:
         self.entries: list[Entry] = []
@@ -50,12 +52,12 @@ class ScheduleRecorder:
             self._keep(entry)
 
     def ended(self, left: Sequence[Lease], digest: str | None) -> None:
-        """The segment is over: what nobody used of it, and the digest of this rank's model."""
+        """Record the end of the segment: its unused ranges, and the digest of this rank's model."""
         self._keep(["ended", [[lease.start, lease.count] for lease in left], digest])
 
 
 def replay(entries: Sequence[Entry]) -> Policy:
-    """A policy that does again what was recorded."""
+    """A policy that repeats the recorded effects."""
     for entry in entries:
         if entry[0] != "ended":
             yield _effect(entry)
@@ -64,12 +66,21 @@ def replay(entries: Sequence[Entry]) -> Policy:
 _MEETINGS = frozenset({"shared", "average", "confer", "hand over", "merge", "begin", "end segment"})
 
 
-def common_part(ranks: Sequence[Sequence[Entry]]) -> list[list[Entry]]:
-    """Of a segment that failed: what each rank did up to the first meeting that another one did not come to."""
-    common = min(sum(entry[0] in _MEETINGS for entry in entries) for entries in ranks)
+def num_meetings(entries: Sequence[Entry]) -> int:
+    """How often this rank met the other ranks."""
+    return sum(entry[0] in _MEETINGS for entry in entries)
+
+
+def common_part(ranks: Sequence[Sequence[Entry]], *, met_before: Sequence[int]) -> list[list[Entry]]:
+    """The part of a failed segment that each rank did up to the first meeting that some rank did not reach.
+
+    `met_before` is how often each rank had met the others before this segment. One rank may have begun an average in an
+    epoch that was left open, and another only in the next epoch.
+    """
+    common = min(before + num_meetings(entries) for before, entries in zip(met_before, ranks, strict=True))
     parts: list[list[Entry]] = []
-    for entries in ranks:
-        met, part = 0, []
+    for met, entries in zip(met_before, ranks, strict=True):
+        part: list[Entry] = []
         for entry in entries:
             met += entry[0] in _MEETINGS
             if met > common:
@@ -81,14 +92,14 @@ def common_part(ranks: Sequence[Sequence[Entry]]) -> list[list[Entry]]:
 
 @dataclass(frozen=True, slots=True)
 class SegmentEnd:
-    """How a segment ended on one rank; the digest is None where another rank was ahead of it."""
+    """How a segment ended on one rank; the digest is None if another rank was ahead of it or windows stay open."""
 
     left: tuple[Lease, ...]
     digest: str | None
 
 
 def end_of(entries: Sequence[Entry]) -> SegmentEnd | None:
-    """How a recorded segment ended; None where the recording ends within it."""
+    """How a recorded segment ended; None if the recording ends within it."""
     match entries[-1] if entries else None:
         case ["ended", left, digest]:
             return SegmentEnd(tuple(Lease(start, count) for start, count in left), digest)
@@ -96,7 +107,7 @@ def end_of(entries: Sequence[Entry]) -> SegmentEnd | None:
 
 
 def drifts_of(entries: Sequence[Entry]) -> list[float]:
-    """The drift of each average that this rank took in, in order."""
+    """The drift of each average that this rank applied, in order."""
     return [entry[-1] for entry in entries if entry[0] in ("average", "collect") and entry[-1] is not None]
 
 
@@ -121,7 +132,9 @@ def _entry(effect: Effect, result: object) -> Entry | None:
             return ["end segment", [[lease.start, lease.count] for lease in result]]
         case Poll() | Collect():
             return ["collect", _drift(result)] if result is not None else None
-        case Take() | GiveBack() | Expect() | Note():
+        case LeaveOpen():
+            return ["leave open"]
+        case Take() | GiveBack() | Expect() | AwaitOthers() | Note():
             return None
 
 
@@ -149,6 +162,8 @@ def _effect(entry: Entry) -> Effect:
             return Begin(samples, is_dry)
         case ["collect", _]:
             return Collect()
+        case ["leave open"]:
+            return LeaveOpen()
         case ["end segment", left]:
             return EndSegment(tuple(Lease(start, count) for start, count in left))
     raise AssertionError(entry)

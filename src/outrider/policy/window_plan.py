@@ -15,39 +15,39 @@ from outrider.errors import ConfigError
 from outrider.policy.effects import Decision, Lease
 from outrider.policy.weights import proportions
 
-# Shorter windows teach more per sample where all wait for an average. In the background it comes late in any case, and
-# language models learn more in the same time from more samples (docs/log.md).
+# If all ranks wait for an average, shorter windows learn more per sample. A background average comes late in any case,
+# and language models learn more in the same time from more samples (docs/log.md).
 BLOCKING_TARGET = 0.10
-BACKGROUND_TARGET = 0.05
+BACKGROUND_TARGET = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerConfig:
-    """What the user decides about windows; a given `anchor` is never tuned, not even by the guard."""
+    """The user's options for windows; a given `anchor` is never tuned, not even by the guard."""
 
     world_size: int
     batch_size: int
-    """Of every rank; their mean where `batch_sizes` says what each has."""
+    """Batch size of every rank; the mean if `batch_sizes` gives one per rank."""
     is_blocking: bool
-    """All ranks wait for an average (cadence), or none does (async)."""
+    """Whether all ranks wait for an average (cadence) or none does (async)."""
     anchor: int | None = None
     min_anchor: int = 1
     max_anchor: int = 200
     start_anchor: int = 2
-    """Until the cost of averages is known."""
+    """The anchor until the cost of averages is known."""
     overhead_target: float | None = None
-    """None: what `target` says."""
+    """None: the default of `target`."""
     drift_threshold: float | None = None
     guard: bool = True
     max_batch_diff: int | None = None
     shares: tuple[float, ...] | None = None
     speed_hints: tuple[float, ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
-    """Of each rank, where they differ."""
+    """Batch size of each rank, if they differ."""
 
     @property
     def target(self) -> float:
-        """The part of the time that averages may take."""
+        """The part of the time that averages may cost."""
         if self.overhead_target is not None:
             return self.overhead_target
         return BLOCKING_TARGET if self.is_blocking else BACKGROUND_TARGET
@@ -92,12 +92,14 @@ class PlannerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan:
-    """Batches and samples of each rank in one window, and why; `anchor` is what the slowest does in a full one."""
+    """Batches and samples of each rank in one window, and why; `anchor`: batches of the slowest in a full window."""
 
     batches: tuple[int, ...]
     samples: tuple[int, ...]
     anchor: int
     reason: str
+    stays_open: bool = False
+    """Whether the window continues in the next epoch, because this one is too short."""
 
     @cached_property
     def total(self) -> int:
@@ -109,7 +111,7 @@ class WindowPlan:
         return Decision("plan", list(self.batches), self.reason, {"anchor": self.anchor})
 
     def lease(self, rank: int, start: int) -> Lease:
-        """The rank's positions when all are dealt in rank order from `start`."""
+        """The rank's positions when all parts are laid out in rank order from `start`."""
         return Lease(start + self._offsets[rank], self.samples[rank])
 
     @cached_property
@@ -120,7 +122,7 @@ class WindowPlan:
 def deal(
     remaining: int, batch_size: int, paces: Sequence[float], *, max_batch_diff: int | None = None
 ) -> tuple[int, ...]:
-    """Samples of each rank when every batch left goes to the rank that would finish it first; some may get none."""
+    """Samples of each rank if every remaining batch goes to the rank that finishes it first; some may get none."""
     if remaining <= 0:
         return (0,) * len(paces)
     counts = [0] * len(paces)
@@ -133,7 +135,7 @@ def deal(
         heapq.heappush(queue, ((counts[rank] + 1) * paces[rank], rank))
     samples = [count * batch_size for count in counts]
     if last_size == 1 and num_full:
-        # It makes a batch one larger, where the time is shortest: BatchNorm cannot train on a single sample.
+        # Add the single sample to a batch of the rank with the shortest time: BatchNorm cannot train on one sample.
         samples[min((r for r in range(len(paces)) if counts[r]), key=lambda r: (counts[r] * paces[r], r))] += 1
     elif last_size:
         part = last_size / batch_size
@@ -154,7 +156,7 @@ def _pop_allowed(queue: list[tuple[float, int]], counts: list[int], max_batch_di
 
 
 def _is_allowed(rank: int, counts: list[int], max_batch_diff: int | None) -> bool:
-    # Whoever has fewest may always take one more, else an odd batch could go to nobody.
+    # The rank with the fewest batches may always take one more; otherwise an odd batch could have no taker.
     return max_batch_diff is None or counts[rank] - min(counts) < max(1, max_batch_diff)
 
 

@@ -1,4 +1,4 @@
-"""Plans windows: how many batches each rank takes until the next average, so that all arrive together.
+"""Plans windows: how many batches each rank takes until the next average, so that all ranks arrive together.
 
 Does not measure, lease or average; every rank computes the same plan from the same reports.
 Called by the policies cadence (exact leases) and asynchronous (length of its own window).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, median_low
 from typing import Any
 
@@ -24,37 +24,37 @@ from outrider.policy.window_plan import PlannerConfig, WindowPlan, deal
 __all__ = ["PlannerConfig", "WindowPlan", "WindowPlanner"]
 
 PROBE_BATCHES = 2
-# What is left after a full window is merged into it when it is smaller than this part of a window.
+# A remainder smaller than this part of a window is merged into the full window before it.
 STUB = 0.5
-# A short measurement of the devices does not tell speeds apart that are closer than this.
+# A short measurement of the devices cannot tell speeds apart that differ by less than this factor.
 LEAST_HINT = 1.5
-# A settled plan is kept while no rank is off by more than a batch (or this part) and a new one saves little.
+# A settled plan is kept while no rank is off by more than a batch (or this part) and a new plan saves little.
 DEAD_ZONE_PART = 0.05
 DEAD_ZONE_WASTE = 0.005
 GUARD_SHRINK = 0.5
-COSTS_KEPT = 3
-# One cost may be an odd one, and a window that is far too long is a large part of a short run.
+COSTS_KEPT = 5
+# A single cost may be an outlier, and a window that is far too long is a large part of a short run.
 COSTS_NEEDED = 2
-# Drift grows with the square root of the window or faster: beyond this factor old and new windows are not compared.
+# Drift grows at least with the square root of the window: beyond this factor old and new windows are not compared.
 OTHER_LENGTH = 2
-# No window is longer than this part of what is left of the run, so that ranks are close to each other when it ends;
-# for that averages may cost this multiple of the target.
+# No window is longer than this part of the rest of the run, so that ranks are close to each other when the run ends.
+# For that, averages may cost this multiple of the target.
 END_PART = 1 / 3
 END_COST = 2.0
-# Nothing is averaged with one rank, and only a stop or a checkpoint needs the end of a window.
+# One rank has nothing to average; windows end only so that it can stop or save a checkpoint.
 ALONE_ANCHOR = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CurrentPlan:
-    """The full window in force, and the tuned anchor it was made for."""
+    """The current full window, and the tuned anchor that it was made for."""
 
     tuned_anchor: int
     batches: tuple[int, ...]
 
 
 class WindowPlanner:
-    """Plans of one world: changes only by reports, so equal reports give equal plans on every rank."""
+    """Plans windows for one world; only reports change it, so equal reports give equal plans on every rank."""
 
     def __init__(self, config: PlannerConfig) -> None:
         self._config = config
@@ -88,33 +88,55 @@ class WindowPlanner:
         return self._config.max_batch_diff is not None
 
     def share(self, rank: int) -> float:
-        """The rank's part of the world's speed; equal parts when nothing is known."""
+        """The rank's part of the speed of all ranks; equal parts while nothing is known."""
         return self._shares[rank]
 
-    def window(self, remaining: int, *, run_left: int | None = None) -> WindowPlan:
-        """The next window, given the samples left in the segment; asking twice changes nothing.
+    def window(
+        self, remaining: int, *, run_left: int | None = None, done: int = 0, may_stay_open: bool = False
+    ) -> WindowPlan:
+        """The next window, given the samples left in the segment; repeated calls change nothing.
 
-        `run_left` are the samples left in the whole run, None where that is not known: windows get shorter towards its
-        end.
+        `run_left` is the number of samples left in the whole run, None if unknown: windows get shorter towards its end.
+        `done` is the number of samples that all ranks took in this window before the segment. With `may_stay_open` a
+        window that does not fit continues in the next segment.
         """
         full = self._full_window(run_left)
+        if done:
+            full = self._rest_of(full, done)
         left = remaining - full.total
-        # What is left is no single sample, unless batches are: its window would have no neighbour to give it to.
-        if left == 0 or left >= max(full.total * STUB, min(2, *self._config.sizes)):
+        # A bound on the lead of fast ranks would have to be counted across segments.
+        may_stay_open = may_stay_open and not self.is_bounded
+        if may_stay_open and left < 0:
+            reason = f"{remaining} samples of the epoch are left, the window goes on in the next one"
+            return replace(self._last_window(remaining, full.anchor), stays_open=True, reason=reason)
+        # Never leave a single sample, unless batches have one: its window would have no other batch to add it to.
+        least_left = min(2, *self._config.sizes)
+        if left == 0 or left >= (least_left if may_stay_open else max(full.total * STUB, least_left)):
             return full
         return self._last_window(remaining, full.anchor)
 
-    def hint(self, speeds: Sequence[float]) -> None:
-        """Probe with batches in proportion to speeds that nobody gave, but that were measured otherwise.
+    def _rest_of(self, full: WindowPlan, done: int) -> WindowPlan:
+        """Plan the rest of a window of this length, at least one batch.
 
-        With as many batches each, a fast rank waits for the slow ones: at ten times their speed, for most of the probe.
+        All ranks start the segment together. So each batch goes to the rank that finishes it first, whatever the ranks
+        did before: waiting for a slow rank to do its own part would take longer than an average saves.
+        """
+        samples = self._dealt(max(1, full.total - done))
+        batches = tuple(num_batches(count, size) for count, size in zip(samples, self._config.sizes, strict=True))
+        reason = f"{full.reason}; the rest of a window that had {done} samples in epochs before"
+        return self._plan(batches, full.anchor, reason)
+
+    def hint(self, speeds: Sequence[float]) -> None:
+        """Probe with batches in proportion to speeds that were measured, not given by the user.
+
+        With equal batches, a fast rank waits for the slow ones; if it is ten times as fast, for most of the probe.
         """
         if max(speeds) >= LEAST_HINT * min(speeds):
             self._rough_paces = self._paces_at(proportions("speeds", speeds, world_size=self._config.world_size))
             self._shares = self._speed_shares()
 
     def learn(self, report: AverageReport) -> list[Decision]:
-        """Take in what all ranks did since the last report; returns what changed, for the timeline."""
+        """Learn from what all ranks did since the last report; returns the changes, for the timeline."""
         self._observe_paces(report)
         self._observe_costs(report)
         self._num_reports += 1
@@ -141,7 +163,7 @@ class WindowPlanner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what was learned; options given anew for this run stay in force."""
+        """Restore what was learned; options given for this run take precedence."""
         if len(state["paces"]) != self._config.world_size:
             raise ConfigError(
                 f"the saved planner has {len(state['paces'])} ranks, got world_size={self._config.world_size}",
@@ -153,17 +175,17 @@ class WindowPlanner:
         if state["guard"]["threshold"] == self._config.drift_threshold:
             self._guard = Guard.restored(state["guard"])
         self._num_reports = state["num_reports"]
-        # Older checkpoints have no such entry: costs are measured again.
+        # Older checkpoints lack this entry: costs are measured again.
         self._costs = [AverageCost(**cost) for cost in state.get("costs", [])]
         settled = state["settled"]
         last = settled and _CurrentPlan(tuned_anchor=settled["tuned_anchor"], batches=tuple(settled["batches"]))
         self._settled = self._settle(last)
         self._shares = self._speed_shares()
 
-    # What is known of the speeds.
+    # Speeds.
 
     def _planned_paces(self) -> tuple[float, ...] | None:
-        """Paces that plans follow, up to a common factor: given, measured, hinted; None when a probe is needed."""
+        """Paces for plans, up to a common factor: given, measured or hinted; None if a probe is needed."""
         if self._config.shares is not None:
             return self._paces_at(self._config.shares)
         measured = [pace.ms for pace in self._paces if pace.ms is not None]
@@ -179,7 +201,7 @@ class WindowPlanner:
         return tuple(size / unit / speed for size, speed in zip(self._config.sizes, speeds, strict=True))
 
     def _guessed_paces(self) -> tuple[float, ...]:
-        """As planned; a rank not measured yet is taken for an average one."""
+        """The planned paces; a rank not measured yet is assumed to be average."""
         planned = self._planned_paces()
         if planned is not None:
             return planned
@@ -210,7 +232,7 @@ class WindowPlanner:
         return self._plan(batches, batches[slowest], reason)
 
     def _probe(self) -> WindowPlan:
-        """A first window, of which nothing is known but perhaps a short measurement of the devices."""
+        """The first window, when at most a short measurement of the devices is known."""
         if self._rough_paces is None:
             batches = (PROBE_BATCHES,) * self._config.world_size
             reason = f"probe of {PROBE_BATCHES} batches each: no pace known yet"
@@ -222,7 +244,7 @@ class WindowPlanner:
     def _near_end(
         self, batches: tuple[int, ...], paces: tuple[float, ...], *, slowest: int, run_left: int | None
     ) -> tuple[int, ...]:
-        """The batches of a window, shorter where the end of the run is near."""
+        """The batches of a window, fewer near the end of the run."""
         config = self._config
         minimum, maximum = _anchor_range(config)
         if run_left is None or minimum == maximum or config.world_size == 1:
@@ -240,7 +262,7 @@ class WindowPlanner:
         if not self._costs or not batch_ms:
             return 1
         cost, part = self._typical_cost(), min(0.5, END_COST * self._config.target)
-        # What is still in the background when its window ends is exposed.
+        # An average still in the background when its window ends is exposed.
         return smallest_within(part, cost_ms=max(cost.exposed_ms, cost.background_ms), batch_ms=batch_ms)
 
     def _plan(self, batches: tuple[int, ...], anchor: int, reason: str) -> WindowPlan:
@@ -248,15 +270,18 @@ class WindowPlanner:
         return WindowPlan(batches=batches, samples=samples, anchor=anchor, reason=reason)
 
     def _last_window(self, remaining: int, anchor: int) -> WindowPlan:
+        samples = self._dealt(remaining)
+        batches = tuple(num_batches(count, size) for count, size in zip(samples, self._config.sizes, strict=True))
+        reason = f"last window: {remaining} samples left, each batch to the rank that finishes it first"
+        return WindowPlan(batches=batches, samples=samples, anchor=anchor, reason=reason)
+
+    def _dealt(self, samples: int) -> tuple[int, ...]:
+        """Samples per rank if each batch goes to the rank that finishes it first."""
         config = self._config
         paces, bound = self._guessed_paces(), config.max_batch_diff
         if config.batch_sizes is None:
-            samples = deal(remaining, config.batch_size, paces, max_batch_diff=bound)
-        else:
-            samples = deal_by_size(remaining, config.batch_sizes, paces, max_batch_diff=bound)
-        batches = tuple(num_batches(count, size) for count, size in zip(samples, config.sizes, strict=True))
-        reason = f"last window: {remaining} samples left, each batch to the rank that finishes it first"
-        return WindowPlan(batches=batches, samples=samples, anchor=anchor, reason=reason)
+            return deal(samples, config.batch_size, paces, max_batch_diff=bound)
+        return deal_by_size(samples, config.batch_sizes, paces, max_batch_diff=bound)
 
     def _settle(self, last: _CurrentPlan | None) -> _CurrentPlan | None:
         paces = self._planned_paces()
@@ -271,7 +296,7 @@ class WindowPlanner:
         return _CurrentPlan(tuned_anchor=tuned, batches=fresh)
 
     def _is_good_enough(self, last: tuple[int, ...], fresh: tuple[int, ...], paces: tuple[float, ...]) -> bool:
-        """The dead zone: plans that flicker with the jitter of the paces would gain nothing."""
+        """The dead zone: plans that follow the jitter of the paces would gain nothing."""
         if waste(last, paces) - waste(fresh, paces) > DEAD_ZONE_WASTE:
             return False
         # Compared at the same anchor, since only the ratios matter here.
@@ -295,14 +320,14 @@ class WindowPlanner:
             self._has_warmed_up[rank] = True
 
     def _observe_costs(self, report: AverageReport) -> None:
-        # A report tells the cost of the average before it: the first has none, the second that of connecting.
+        # A report tells the cost of the previous average: the first has none, the second includes connecting.
         if self._num_reports >= 2:
             self._costs = [*self._costs, self._cost(report.ranks)][-COSTS_KEPT:]
 
     def _cost(self, ranks: Sequence[RankFacts]) -> AverageCost:
         lost_ms = fmean([facts.exposed_ms + facts.busy_ms for facts in ranks])
         if self._config.is_blocking:
-            # The last to arrive waits for nobody: where all wait, its cost is that of the average alone.
+            # The last rank to arrive waits for nobody: in a blocking average, its cost is that of the average alone.
             return AverageCost(exposed_ms=min(facts.exposed_ms for facts in ranks), lost_ms=lost_ms)
         waited_ms = fmean([facts.waited_ms for facts in ranks])
         # Here too, the last to arrive saw how long the average itself took.
@@ -310,9 +335,8 @@ class WindowPlanner:
         return AverageCost(exposed_ms=max(0.0, lost_ms - waited_ms), lost_ms=lost_ms, background_ms=background_ms)
 
     def _typical_cost(self) -> AverageCost:
-        """A median, so that one odd average moves nothing."""
         names = [field.name for field in fields(AverageCost)]
-        return AverageCost(**{name: median_low([getattr(cost, name) for cost in self._costs]) for name in names})
+        return AverageCost(**{name: _typical([getattr(cost, name) for cost in self._costs]) for name in names})
 
     def _judge(self, report: AverageReport) -> list[Decision]:
         if not self._config.guard:
@@ -332,10 +356,10 @@ class WindowPlanner:
         return [] if decision is None else [decision]
 
     def _batch_ms(self) -> float | None:
-        """The time of a window per batch of the anchor; None while a rank's pace is not known.
+        """The time of a window per batch of the anchor; None until every rank's pace is known.
 
-        The cost of an average does not depend on the length of its window, so it is related to what a window of the
-        present anchor takes: probes, last windows and plans still under way cannot mislead.
+        The cost of an average does not depend on the length of its window. So it is compared with the time of a window
+        at the present anchor, and probes, last windows and plans in progress cannot mislead.
         """
         planned = self._planned_paces()
         if not self._is_measured() or planned is None:
@@ -345,8 +369,16 @@ class WindowPlanner:
         return window_ms / self._anchor.value
 
 
+def _typical(costs: Sequence[float]) -> float:
+    """Robust to one outlier: the low median of up to three costs, else the mean without the lowest and the highest.
+
+    A mean of more costs, because their sum matters, not the cost of half of them.
+    """
+    return median_low(costs) if len(costs) <= 3 else fmean(sorted(costs)[1:-1])
+
+
 def _least_batches(ranks: Sequence[RankFacts]) -> int:
-    """What the slowest of those that worked really did."""
+    """The fewest batches of any rank that did any."""
     return min((facts.batches for facts in ranks if facts.batches > 0), default=1)
 
 

@@ -1,7 +1,7 @@
 """Measures steps and averages with events on a CUDA device.
 
-Decides how far the host may run ahead of the device; no window waits for the device only to be measured. Called by the
-meter; on other devices the host's clock measures.
+Decides how far the host may run ahead of the device; no window waits for the device just to be measured. Called by the
+meter; other devices are measured by the host's clock.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 
 AHEAD_S = 4e-3
-"""Work that the host keeps queued: enough to bridge its own pauses, little enough to notice an average soon."""
+"""Work that the host keeps queued: enough to bridge its own pauses, little enough to notice averages soon."""
 MIN_AHEAD, MAX_AHEAD = 2, 64
-# The first step after an average may have begun beside it.
+LONG_STEP_S = 0.02
+"""Queue only one step if steps take this long: averages are applied sooner, and ranks end an epoch closer together."""
+# The first step after an average may have overlapped with it.
 MIN_APART = 2
 
 
@@ -29,56 +31,70 @@ class MeasuredTimes:
     exposed_s: float
     setup_s: float = 0.0
     slowed_s: float = 0.0
-    """The part of compute that steps took longer beside an average than without one."""
+    """The part of compute by which steps took longer beside an average than without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
-    """An event, and what lies between it and the one before: steps, a gap, or a step that warmed something up."""
+    """An event, and what lies between it and the previous one: steps, a gap, or a warm-up step."""
 
     event: torch.cuda.Event
     steps: int = 0
     is_gap: bool = False
     is_setup: bool = False
     is_beside: bool = False
-    """Whether an average was under way in the background."""
+    """Whether an average ran in the background."""
+
+
+def steps_ahead(pace_s: float | None) -> int:
+    """How many steps the host keeps queued, given the time of one; None if that is not known yet."""
+    if not pace_s:
+        return MIN_AHEAD
+    if pace_s >= LONG_STEP_S:
+        return 1
+    return min(MAX_AHEAD, max(MIN_AHEAD, math.ceil(AHEAD_S / pace_s)))
 
 
 class DeviceClock:
-    """Events on the compute stream: what lies between two of them was a step, or a gap.
+    """Events on the compute stream: between two of them lies a step or a gap.
 
-    Measured are the steps that are done when it is asked; the few that are still queued are taken to be like them.
-    A gap costs what the device really lost: nothing, where it had work queued.
+    It measures the steps that are done when asked, and assumes that the few still queued take as long. A gap costs only
+    the time that the device lost: nothing if it had work queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pace_s: float | None = None
         self._apart_pace_s: float | None = None
-        """Of steps without an average beside them."""
+        """Time of a step without an average beside it."""
         self._has_average_beside = False
         self.restart()
 
     def average_began(self) -> None:
-        """An average is under way in the background: steps from now on run beside it."""
+        """Note that an average started in the background: steps from now on run beside it."""
         self._has_average_beside = True
 
     def average_ended(self) -> None:
         self._has_average_beside = False
 
     def restart(self) -> None:
-        """Time begins now: what came before, such as an evaluation, is nobody's."""
+        """Start the time now; what came before, such as an evaluation, counts for nothing."""
         self._marks: deque[_Mark] = deque()
         self._queued: deque[torch.cuda.Event] = deque()
         self._last = self._record()
         self._reset()
+
+    def skip_pause(self) -> None:
+        """Leave out a pause before the next step, in which all queued work finished."""
+        self._read_done()
+        self._last = self._record()
 
     def _reset(self) -> None:
         self._steps = self._beside_steps = 0
         self._compute_s = self._exposed_s = self._setup_s = self._beside_s = 0.0
 
     def stepped(self, *, is_steady: bool = True) -> None:
-        """A step was queued; returns when there is room for the next. One that is not steady tells nothing of speed."""
+        """Record a queued step; returns when there is room for the next. Only steady steps tell the speed."""
         mark = _Mark(
             event=self._record(),
             steps=int(is_steady),
@@ -87,19 +103,19 @@ class DeviceClock:
         )
         self._marks.append(mark)
         self._queued.append(mark.event)
-        while len(self._queued) > self._ahead():
+        while len(self._queued) > steps_ahead(self._pace_s):
             self._queued.popleft().synchronize()
         self._read_done()
 
     @contextlib.contextmanager
     def gap(self) -> Iterator[None]:
-        """Around what is no step: leases, snapshots, averages taken in."""
+        """Context manager around work that is no step: leases, snapshots, applying averages."""
         self._marks.append(_Mark(event=self._record()))
         yield
         self._marks.append(_Mark(event=self._record(), is_gap=True))
 
     def measure(self, batches: int) -> MeasuredTimes:
-        """What so many steps take at the pace of the steady ones, and the gaps; waits only where none was ever done."""
+        """Time of `batches` steps at the pace of steady ones, and gaps; waits only if no step has ever finished."""
         self._read_done()
         if self._steps == 0 and self._pace_s is None and self._marks:
             self._marks[-1].event.synchronize()
@@ -116,7 +132,7 @@ class DeviceClock:
         return measured
 
     def _slowed_s(self) -> float:
-        """What an average in the background cost the steps beside it: its kernels and copies share the device."""
+        """Time that a background average cost the steps beside it, as its kernels and copies share the device."""
         apart = self._steps - self._beside_steps
         if apart >= MIN_APART:
             self._apart_pace_s = (self._compute_s - self._beside_s) / apart
@@ -125,15 +141,10 @@ class DeviceClock:
         return max(0.0, self._beside_s - self._beside_steps * self._apart_pace_s)
 
     def _record(self) -> torch.cuda.Event:
-        # Blocking: a host that waits for the device sleeps, it does not spin on a core that averages need.
+        # Blocking: a host that waits for the device sleeps instead of spinning on a core that averages need.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def _ahead(self) -> int:
-        if not self._pace_s:
-            return MIN_AHEAD
-        return min(MAX_AHEAD, max(MIN_AHEAD, math.ceil(AHEAD_S / self._pace_s)))
 
     def _read_done(self) -> None:
         while self._marks and self._marks[0].event.query():
@@ -154,7 +165,7 @@ class DeviceClock:
 class SharedClock:
     """Four events of one shared step: its start, its gradient, the average, the update.
 
-    What lies between two steps is the price of having waited for the first, and counts as exposed.
+    Time between two steps is the cost of waiting for the first one, and counts as exposed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,16 +175,16 @@ class SharedClock:
         self._num_marks = 0
 
     def restart(self) -> None:
-        """The next step follows on something else than a shared step."""
+        """Note that the next step does not follow a shared step."""
         self._before = None
 
     def mark(self) -> None:
-        """The next of the four is queued."""
+        """Record the next of the four events."""
         self._events[self._num_marks].record(torch.cuda.current_stream(self._device))
         self._num_marks += 1
 
     def measured(self) -> MeasuredTimes:
-        """Wait for the last; the clock begins anew."""
+        """Wait for the last event; returns the times of the step and resets the clock."""
         start, gradient, average, update = self._events
         update.synchronize()
         self._num_marks = 0
@@ -189,7 +200,7 @@ class SharedClock:
 
 
 class DeviceClocks:
-    """Both clocks of a device: for local steps, and for steps whose gradients all ranks share."""
+    """Both clocks of a device: for local steps and for shared steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.local = DeviceClock(device)

@@ -1,7 +1,7 @@
-"""Interprets the effects of a policy on one rank: leases, averages, hand-overs. Steps are yielded to a step source.
+"""Executes the effects of a policy on one rank: leases, averages, hand-overs. It yields steps to a step source.
 
-Decides nothing about the schedule, and measures nothing itself: the meter does. One driver lives as long as its rank.
-The stepper takes the steps of `train()`, the user's loop those of a session.
+Decides nothing about the schedule and leaves measurements to the meter. One driver lives as long as its rank. The
+stepper executes the steps of `train()`, the user's loop those of a session.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from outrider.errors import OutriderError
 from outrider.policy.effects import (
     Average,
     AverageReport,
+    AwaitOthers,
     Batch,
     Begin,
+    Border,
     Collect,
     Confer,
     Decision,
@@ -31,8 +33,10 @@ from outrider.policy.effects import (
     GiveBack,
     HandOver,
     Lease,
+    LeaveOpen,
     Merge,
     Note,
+    OpenWindow,
     Policy,
     Poll,
     SharedStep,
@@ -43,6 +47,7 @@ from outrider.policy.position_ranges import without
 from outrider.policy.schedule import ScheduleRecorder
 from outrider.rank.averages import Averages
 from outrider.rank.meter import Meter
+from outrider.rank.segment_border import SegmentBorder
 from outrider.rank.window import as_report
 from outrider.replica.model_digest import digest_of
 from outrider.replica.rank_replica import RankReplica
@@ -53,7 +58,7 @@ StepEffects = Generator[Step | SharedStep, AverageReport | None, None]
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """One rank has worked alone, up to the world's sample `at`: the others stand where they were."""
+    """One rank trained alone up to sample `at` of the world; the other ranks still have their old state."""
 
     source: int
     at: int
@@ -61,22 +66,22 @@ class Lead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A part of an epoch between two checkpoints, as one rank takes part in it."""
+    """The part of an epoch between two checkpoints, from the view of one rank."""
 
     policy: Policy
     span: Lease
-    """Its positions in the order of the epoch."""
+    """Positions in the order of the epoch."""
     leases: Leases
     feed: Feed
     seen: int
-    """Samples of the whole world before the epoch, or the pass, that this is a part of."""
+    """Samples of the whole world before this epoch or pass."""
     batch_size: int
     schedule: ScheduleRecorder | None = None
-    """Keeps the effects where they are asked for."""
+    """Records the effects, if requested."""
 
 
 class Driver:
-    """All of a segment but its steps, one segment after the other, on this rank."""
+    """Runs segments on this rank, one after another; the caller executes their steps."""
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class Driver:
         averages: Averages,
         meter: Meter,
         recorder: Recorder,
+        border: SegmentBorder | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         pause_due: Callable[[], bool] = lambda: False,
         on_step: Callable[[], None] = lambda: None,
@@ -97,6 +103,7 @@ class Driver:
         self._recorder = recorder
         self.activity = recorder.activity
         """What this rank is doing, for the live page."""
+        self._border = border
         self._stop_requested = stop_requested
         self._pause_due = pause_due
         self._on_step = on_step
@@ -105,6 +112,7 @@ class Driver:
         self._segment: Segment | None = None
         self._windows = 0
         self._reached = self._reached_before = 0
+        self._open_window: OpenWindow | None = None
         self._is_stopped = self._is_paused = self._is_cut = False
         self._anchor: int | None = None
         self._drift: float | None = None
@@ -123,12 +131,14 @@ class Driver:
             HandOver: self._hand_over,
             Merge: self._merge,
             EndSegment: self._end_segment,
+            AwaitOthers: self._await_others,
+            LeaveOpen: self._leave_open,
             Note: self._note,
         }
         if replica.rank == 0:
             recorder.event("transport", value=averages.transport, bytes=averages.sizes.bytes)
 
-    # What others read
+    # Read by other modules
 
     @property
     def windows(self) -> int:
@@ -137,8 +147,8 @@ class Driver:
 
     @property
     def reached(self) -> int:
-        """The world's samples that averages have accounted for, in this epoch."""
-        return self._reached
+        """Samples of this epoch, from all ranks, that averages have accounted for."""
+        return max(0, self._reached)
 
     @property
     def is_stopped(self) -> bool:
@@ -152,13 +162,18 @@ class Driver:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the policy ended the last segment early; the rest of it comes next, and nothing is to be saved."""
+        """Whether the policy ended the last segment early; the rest of it comes next, without a checkpoint."""
         return self._is_cut
 
     @property
     def ends_early(self) -> bool:
         """Whether the last segment ended before its last position, for a stop or a checkpoint."""
         return self._is_stopped or self._is_paused
+
+    @property
+    def open_window(self) -> OpenWindow | None:
+        """The window with which the next segment begins; None if the last segment ended with an average."""
+        return self._open_window
 
     @property
     def anchor(self) -> int | None:
@@ -175,12 +190,12 @@ class Driver:
 
     @property
     def lags(self) -> bool:
-        """Whether another rank has learned what this one has not."""
+        """Whether another rank trained ahead of this one."""
         return self._lead is not None and self._lead.source != self._replica.rank
 
     @property
     def seen(self) -> int:
-        """Samples of the whole world before the epoch that the segment is a part of."""
+        """Samples of the whole world before the current epoch."""
         return self._current.seen
 
     @property
@@ -195,45 +210,49 @@ class Driver:
     # Epochs and segments
 
     def go_on(self, windows: int) -> None:
-        """Count windows from those of the checkpoint on."""
+        """Continue the count of windows from a checkpoint."""
         self._windows = windows
 
     def open_epoch(self) -> None:
-        self._reached = 0
+        # If windows stayed open, the next averages also account for samples of the previous epoch.
+        self._reached = 0 if self._open_window is None else -self._open_window.unaccounted
         self.meter.open_epoch()
 
     def steps(self, segment: Segment) -> StepEffects:
-        """Do all of a segment but its steps: those are yielded for the caller to do, who sends back a report."""
+        """Run a segment; yields its steps for the caller to execute, and receives a report for each."""
         self._segment, self._has_leased = segment, False
-        self._reached_before = self._reached
+        window, self._open_window = self._open_window, None
+        self._reached_before = self._reached + (0 if window is None else window.unaccounted)
         is_within_pass = self._is_cut or self._is_paused
         self._is_stopped = self._is_paused = self._is_cut = False
         activity = self.activity
-        # Time between two effects belongs to the effect that ends it: to a step, or to the way into an average.
+        # Time between two effects belongs to the second one: to a step, or to joining an average.
         activity.enter("join")
-        self._lay_out(is_within_pass)
-        self.averages.move_to_lookahead()
+        if window is None:
+            self._lay_out(is_within_pass)
+            self.averages.move_to_lookahead()
         policy = faults.watched(segment.policy, self._replica)
         result: Any = None
         while True:
             try:
                 effect: Effect = policy.send(result)
             except StopIteration:
-                # Nothing was cut where a change of layout came with the last average.
+                # Nothing was cut if a layout change came with the last average.
                 self._is_cut = self._is_cut and any(lease.count for lease in self.left_of_segment())
                 self.meter.end_log()
-                self.averages.move_to_average()
-                self.averages.ended()
+                if self._open_window is None:
+                    self.averages.move_to_average()
+                    self.averages.ended()
                 if segment.schedule is not None:
                     self._record_end(segment.schedule)
                 activity.enter("epoch boundary")
                 return
-            # All ranks are to step from here on. Who takes a lease is one of them, and all do at the same time.
+            # From here on all ranks step. They also ask for their first lease together, so all reach this collective.
             if isinstance(effect, SharedStep | Merge | Take):
                 self.catch_up()
             if isinstance(effect, Step | SharedStep):
                 if segment.schedule is not None:
-                    # Before it is taken: a replay shall also take the step at which a run failed.
+                    # Recorded before the step, so that a replay also includes the step at which a run failed.
                     segment.schedule.saw(effect, None)
                 activity.belonged_to("compute")
                 result = yield effect
@@ -244,12 +263,13 @@ class Driver:
                     segment.schedule.saw(effect, result)
 
     def _record_end(self, schedule: ScheduleRecorder) -> None:
-        """What a replay goes on from, and compares its model with."""
+        """Record what a replay continues from, and the digest that it compares its model with."""
         left = self.left_of_segment() if self.ends_early or self._is_cut else ()
-        schedule.ended(left, None if self.lags else digest_of(self._replica.model))
+        is_own = self.lags or self._open_window is not None
+        schedule.ended(left, None if is_own else digest_of(self._replica.model))
 
     def _lay_out(self, is_within_pass: bool) -> None:
-        """Take in what was frozen, thawed or seen to change since the last segment; all ranks call this."""
+        """Apply what was frozen, thawed or seen to change since the last segment; all ranks call this."""
         agreed = self.averages.lay_out(catch_up=self._catch_up_with, is_within_pass=is_within_pass)
         if (agreed.is_new or not self._is_laid_out) and self._replica.rank == 0:
             self._recorder.event("layout", **asdict(self.averages.sizes), **agreed.told)
@@ -273,15 +293,17 @@ class Driver:
 
     def left_of_segment(self) -> tuple[Lease, ...]:
         """The positions of the last segment that no average has accounted for; the same on all ranks."""
+        if self._open_window is not None:
+            return ()
         if self._has_leased:
             return self._current.leases.left()
         span, done = self._current.span, self._reached - self._reached_before
         return (Lease(span.start + done, span.count - done),)
 
     def left_in_segment(self, own: Sequence[Lease], *, is_alone: bool) -> tuple[Lease, ...] | None:
-        """The positions that this rank's model has not learned from, now; None where only an average would tell.
+        """The positions that this rank's model has not yet learned from; None if only an average can tell.
 
-        `own` are those of this rank in the segment. Leases of other ranks may be done, but not averaged yet.
+        `own` holds this rank's positions in the segment. Other ranks may have trained on leases not averaged yet.
         """
         if self._has_leased and not is_alone:
             return None
@@ -297,11 +319,29 @@ class Driver:
         self._is_cut = not self.ends_early
         return self.left_of_segment()
 
+    def _await_others(self, effect: AwaitOthers) -> Border | None:
+        assert self._border is not None, "only ranks of a group wait for others"
+        started_s = time.perf_counter()
+        with self.activity.during("epoch boundary"):
+            border = self._border.wait(
+                is_ready=self.averages.is_ready, windows=self._windows, wants_end=self._wants_end
+            )
+        self.meter.waited_for_others(time.perf_counter() - started_s)
+        return border
+
+    def _wants_end(self) -> bool:
+        return self._stop_requested() or self._pause_due() or self.averages.wants_layout()
+
+    def _leave_open(self, effect: LeaveOpen) -> None:
+        # The epoch's time and losses are complete only when its steps are.
+        self._wait_for_device()
+        self._open_window = effect.window
+
     def _expect(self, effect: Expect) -> None:
         self._current.feed.announce(effect.batches)
 
     def fetch(self, batch: Batch, *, as_packed_batch: bool = False) -> Any:
-        """The data of a batch, or a packed batch for a captured step to unpack; waiting for it is recorded."""
+        """The data of a batch, or a packed batch for a captured step to unpack; records the wait."""
         feed = self._current.feed
         started_s = time.perf_counter()
         before = self.activity.enter("data")
@@ -318,14 +358,14 @@ class Driver:
     # Steps
 
     def ended_step(self, samples: int, seconds: float) -> None:
-        """A local step ended."""
+        """Account for a local step that ended."""
         self.meter.ended_step(samples, seconds)
         self.averages.stepped()
         self._stepped_since_begin = True
         self._on_step()
 
     def ended_shared_step(self, samples: int, settled: Settled) -> AverageReport:
-        """A shared step ended; what the ranks told each other in it."""
+        """Account for a shared step that ended; returns the report that the ranks exchanged in it."""
         self.meter.ended_shared_step(samples)
         self.averages.stepped()
         self._on_step()
@@ -334,7 +374,7 @@ class Driver:
     # Averages
 
     def join_shared_average(self) -> None:
-        """This rank has its gradient and is about to average it with the others."""
+        """Tell that this rank has its gradient and is about to average it with the others."""
         self.activity.enter("join")
         faults.reach("average")
         self.activity.enter("average")
@@ -352,7 +392,7 @@ class Driver:
         return report
 
     def _begin(self, effect: Begin) -> None:
-        # Nobody stops here: events tell what the steps took, as far as they are done.
+        # No wait if events on the device measure the steps: they time the steps that are done.
         if not self.meter.is_on_device:
             self._wait_for_device()
         self._end_window()
@@ -392,15 +432,15 @@ class Driver:
         with self.activity.during("average" if is_source else "rest"):
             settled = self.averages.confer(self._taken(effect.samples), self.facts())
         elapsed_s = time.perf_counter() - started_s
-        # Up to this meeting all ranks but the source had nothing to do.
+        # All ranks but the source had nothing to do until this meeting.
         self.meter.rested(0.0 if is_source else elapsed_s, elapsed_s=elapsed_s)
         return self._report(settled, kind="confer", is_blocking=True, is_average=False)
 
     def _hand_over(self, effect: HandOver) -> AverageReport:
-        """Announce that `source` has newer state; where it may wait, the copy comes with `catch_up()`, if ever."""
+        """Announce that `source` has newer state; with `may_wait` only `catch_up()` copies it, if ever."""
         self._lead = Lead(effect.source, at=self.seen + effect.at)
         if self.lags:
-            # While it has nothing else to do: the learning rate is told by every rank.
+            # This rank has nothing else to do now, and every rank reports its learning rate.
             self._replica.follow_schedule(self._lead.at)
         report = self._confer(Confer(effect.source, effect.samples))
         if not effect.may_wait:
@@ -408,9 +448,9 @@ class Driver:
         return report
 
     def catch_up(self, *, is_training: bool = True) -> float:
-        """Bring all ranks up to date with the rank that trained alone, if any; returns what that took, in s.
+        """Bring all ranks up to date with the rank that trained alone, if any; returns the time it took, in s.
 
-        All ranks call this. Where it `is_training`, it is charged as an average is.
+        All ranks call this. If `is_training`, the time is charged like that of an average.
         """
         if self._lead is None:
             return 0.0
@@ -428,21 +468,21 @@ class Driver:
     def _merge(self, effect: Merge) -> None:
         with self.activity.during("average"):
             settled = self.averages.merge(effect.samples, self.facts(is_dry=True), may_undo=self.ends_early)
-        # None of the policy's averages, but it brings word of what the last of those cost.
+        # Not an average of the policy, but its facts report the cost of the last one.
         told = as_report(self._windows, settled.facts, settled.drift)
         self.meter.charge(told, is_blocking=True, is_average=False)
 
     def merge_again(self) -> None:
-        """For the model at the end, where the last merge was undone for a checkpoint; all ranks call this."""
+        """Merge again for the final model, if a checkpoint undid the last merge; all ranks call this."""
         if self.averages.is_unmerged:
             self._merge(Merge(samples=0))
 
     def _taken(self, planned: int) -> int:
-        """Samples since the last average: fewer than the policy planned where a user left the loop early."""
+        """Samples since the last average; fewer than the policy planned if the user left the loop early."""
         return min(planned, self.meter.window_samples)
 
     def facts(self, *, is_dry: bool = False) -> list[float]:
-        """What this rank tells the others with its next average."""
+        """The facts that this rank sends with its next average."""
         loss = self._replica.loss_sums.since_last()
         self.activity.saw_loss(*loss)
         return self.meter.facts(
@@ -456,7 +496,7 @@ class Driver:
     def _report(self, settled: Settled, *, kind: str, is_blocking: bool, is_average: bool = True) -> AverageReport:
         report = as_report(self._windows, settled.facts, settled.drift)
         self._windows += 1
-        # What was averaged, not what was told: a device tells of a shared step with the next one.
+        # Count what was averaged, not what was reported: a device reports a shared step with the next one.
         self._reached += settled.total_samples
         self._drift = settled.drift
         self._is_stopped = self._is_stopped or report.wants_stop
@@ -468,10 +508,10 @@ class Driver:
         return report
 
     def _record_wait(self, report: AverageReport, waited_s: float) -> None:
-        """How long the average before this one waited for others: known only now, from what all ranks reported."""
+        """Record how long the previous average waited for others; only the reports of all ranks tell."""
         self._recorder.add_wait("average", waited_s)
         self.activity.waited(waited_s)
-        # One event per window; shared steps are too many for that, the end of the epoch has their sum.
+        # One event per window. Shared steps are too many for that; the end of the epoch has their sum.
         if report.drift is not None and waited_s >= 1e-4:
             self._recorder.event("wait", cause="average", window=report.window - 1, ms=round(waited_s * 1e3, 3))
 
@@ -485,7 +525,7 @@ class Driver:
         decision = effect.decision
         if decision.kind == "plan":
             self._anchor = decision.details["anchor"]
-        # All ranks decide the same: one of them records it.
+        # All ranks decide the same, so one of them records it.
         if self._replica.rank == 0:
             self._recorder.event(decision.kind, value=decision.value, reason=decision.reason, **decision.details)
             if decision.kind == "policy":
@@ -498,7 +538,7 @@ class Driver:
         self._replica.check_finite()
 
     def _end_window(self) -> None:
-        """The average of the window comes next."""
+        """Close the window; its average comes next."""
         self._measure_window()
         self._recorder.event("average start", window=self._windows)
 

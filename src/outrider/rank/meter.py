@@ -1,7 +1,7 @@
 """Measures one rank: the time of its steps and averages, since the last average and since the start of the epoch.
 
-The only owner of the window, the account of averages, the throttle and the clocks of a device. Decides what counts as
-compute and what as exposed time. The driver and the step sources call it at starts and ends.
+The only owner of the window, the account of averages, the throttle and the clocks of a device. Decides which time
+counts as compute and which as exposed. The driver and the step sources call it at starts and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.timeline.windows import WindowLog
 
 
 class Meter:
-    """Windows, averages and clocks of one rank. `clocks` are given where steps are measured by events on a device."""
+    """Windows, averages and clocks of one rank. `clocks` are given if events on a device measure the steps."""
 
     def __init__(
         self, *, rank: int, throttle: Throttle, recorder: Recorder, clocks: DeviceClocks | None = None
@@ -60,7 +60,7 @@ class Meter:
 
     @property
     def slept_s(self) -> float:
-        """Since the start of the run."""
+        """Time slept by the throttle since the start of the run."""
         return self._throttle.slept_s
 
     # Steps
@@ -72,28 +72,28 @@ class Meter:
 
     @property
     def compute(self) -> Throttle:
-        """`with meter.compute:` around work that a slower device would take longer for."""
+        """Context manager around work that would take longer on a slower device."""
         return self._throttle
 
     def start_compute(self) -> None:
-        """The same as entering `compute`, where the work ends in another function."""
+        """Enter `compute` for work that ends in another function."""
         self._throttle.__enter__()
 
     def stop_compute(self) -> None:
         self._throttle.__exit__(None, None, None)
 
     def took_gradient(self, samples: int, seconds: float, *, is_steady: bool = True) -> None:
-        """A gradient, or a whole local step, took this long; only steady ones tell a rank's pace."""
+        """Record the time of a gradient or a whole local step; only steady ones tell a rank's pace."""
         self._window.stepped(samples=samples, seconds=seconds, is_steady=is_steady)
         self._window_log.stepped(samples=samples, seconds=seconds)
         self._recorder.activity.stepped(samples)
 
     def took_update(self, seconds: float) -> None:
-        """Compute that belongs to a step whose gradient was counted before."""
+        """Add compute time of a step whose gradient was already recorded."""
         self._window.compute_s += seconds
 
     def ended_step(self, samples: int, seconds: float) -> None:
-        """A local step ended."""
+        """Record the end of a local step."""
         self.took_gradient(samples, seconds)
         self._samples += samples
 
@@ -105,23 +105,23 @@ class Meter:
     # Steps on a device
 
     def begin_queued_step(self) -> None:
-        """A local step is about to be queued; shared steps have a clock of their own."""
+        """Prepare to queue a local step; shared steps have their own clock."""
         if self._has_shared and self._clocks is not None:
             self._clocks.local.restart()
             self._has_shared = False
 
     def queued_step(self, *, is_steady: bool) -> None:
-        """A local step was queued; returns when there is room for the next."""
+        """Record that a local step was queued; returns when there is room for the next."""
         if self._clocks is not None:
             self._clocks.local.stepped(is_steady=is_steady)
 
     def mark(self) -> None:
-        """The next of the four moments of a shared step was queued: start, gradient, average, update."""
+        """Mark the next of the four moments of a shared step in the queue: start, gradient, average, update."""
         assert self._clocks is not None
         self._clocks.shared.mark()
 
     def ended_queued_shared_step(self, samples: int, *, is_steady: bool) -> None:
-        """Wait for the last of the four. The first shared step warms the device up and says nothing about speed."""
+        """Wait for the last of the four marks. The first shared step includes warm-up and tells nothing about speed."""
         assert self._clocks is not None
         measured = self._clocks.shared.measured()
         self.took_gradient(samples, measured.compute_s, is_steady=self._has_shared and is_steady)
@@ -129,8 +129,14 @@ class Meter:
         self._window.exposed_s = measured.exposed_s
         self._recorder.activity.move("compute", "average", measured.exposed_s)
 
+    def skip_pause(self) -> None:
+        """Continue the window after a pause in which the device was idle."""
+        if self._clocks is not None:
+            self._clocks.local.skip_pause()
+            self._clocks.shared.restart()
+
     def restart_clocks(self) -> None:
-        """The next step follows no other step: time begins anew."""
+        """Restart the clocks, because the next step follows no other step."""
         if self._clocks is not None:
             self._clocks.restart()
 
@@ -144,14 +150,14 @@ class Meter:
     def facts(
         self, *, loss: tuple[float, int], is_dry: bool, wants_stop: bool, wants_pause: bool, wants_layout: bool = False
     ) -> list[float]:
-        """What the next average tells all ranks of this one's window; the counters of the window start again."""
+        """The facts of this rank's window, sent with the next average; resets the counters of the window."""
         return self._window.facts(
             loss=loss, is_dry=is_dry, wants_stop=wants_stop, wants_pause=wants_pause, wants_layout=wants_layout
         )
 
     @contextlib.contextmanager
     def gap(self) -> Iterator[None]:
-        """Around work that is no step and takes time from the compute path."""
+        """Context manager around work that is no step but takes time from the compute path."""
         if self._clocks is not None:
             with self._clocks.local.gap():
                 yield
@@ -161,7 +167,7 @@ class Meter:
         self._window.exposed_s += time.perf_counter() - started_s
 
     def wait_for_device(self, wait: Callable[[], None]) -> None:
-        """Kernels run behind the host: the window's time ends when they do."""
+        """Wait for kernels, which run behind the host: the window's time ends with them."""
         started_s = time.perf_counter()
         wait()
         waited_s = time.perf_counter() - started_s
@@ -169,7 +175,7 @@ class Meter:
         self._window_log.waited_for_device(waited_s)
 
     def end_window(self, number: int) -> None:
-        """The steps of a window are over."""
+        """Close the measurement of a window's steps."""
         if self._clocks is not None:
             measured = self._clocks.local.measure(self._window.batches)
             self._window.compute_s = measured.compute_s
@@ -179,22 +185,22 @@ class Meter:
         self._window_log.end(number)
 
     def end_log(self) -> None:
-        """No average follows the steps so far."""
+        """Close the log of steps that no average follows."""
         self._window_log.end()
 
     def took_average(self, seconds: float) -> None:
-        """A blocking average of parameters took this long."""
+        """Record the time of a blocking average of parameters."""
         self._window.exposed_s = seconds
         if self._clocks is not None:
             self._clocks.local.restart()
 
     def began(self) -> None:
-        """An average is under way in the background."""
+        """Record that an average started in the background."""
         if self._clocks is not None:
             self._clocks.local.average_began()
 
     def took_in(self, *, waited_ms: float, average_ms: float, busy_ms: float) -> None:
-        """An average in the background was applied; `waited_ms` are part of the gap around that."""
+        """Record that a background average was applied; `waited_ms` is part of the gap around that."""
         self._window.waited_s += waited_ms / 1e3
         self._window.average_s = average_ms / 1e3
         self._window.busy_s = busy_ms / 1e3
@@ -202,23 +208,28 @@ class Meter:
             self._clocks.local.average_ended()
 
     def set_exposed(self, seconds: float) -> None:
-        """The last average of gradients kept this rank from computing for so long."""
+        """Set how long the last average of gradients kept this rank from computing."""
         self._window.exposed_s = seconds
 
     def add_exposed(self, seconds: float) -> None:
-        """The same for what comes on top of it before the next step."""
+        """Add exposed time that occurs before the next step."""
         self._window.exposed_s += seconds
 
     def rested(self, seconds: float, *, elapsed_s: float) -> None:
-        """Of the time up to a meeting this rank had nothing to do for `seconds`."""
+        """Record that this rank had nothing to do for `seconds` of the time up to a meeting."""
         self._window.exposed_s = elapsed_s - seconds
         self._account.wait_s += seconds
         self._recorder.wait("rest", seconds)
         self._has_shared = False
         self.restart_clocks()
 
+    def waited_for_others(self, seconds: float) -> None:
+        """Record time in which this rank had taken its last step of a segment, but others had not."""
+        self._account.wait_s += seconds
+        self._recorder.wait("epoch boundary", seconds)
+
     def charge(self, report: AverageReport, *, is_blocking: bool, is_average: bool) -> float:
-        """Take in what the ranks told of the average before this one; how long this rank waited in it, in s."""
+        """Account for the previous average from the ranks' report; returns how long this rank waited in it, in s."""
         before_s = self._account.wait_s
         self._account.averages += is_average
         self._account.charge(report, self._rank, is_blocking=is_blocking)

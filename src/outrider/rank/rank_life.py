@@ -1,7 +1,7 @@
 """The life of one rank, from its replica to the last record; shared by `train()` and `Session`.
 
-Decides the order of what every run does: average, resume, count epochs, save checkpoints, record, end. `TrainRun` (its
-own steps) and `SessionRun` (the user's loop) are the sources of steps, and call it on every rank.
+Decides the order of tasks common to all runs: average, resume, count epochs, save checkpoints, record, end. `TrainRun`
+(its own steps) and `SessionRun` (the user's loop) are the sources of steps; they call it on every rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from outrider.policy.effects import AverageReport, Decision, Lease, Seat
 from outrider.policy.policies import open_policy
 from outrider.policy.policy_chooser import PolicyChooser
 from outrider.policy.remaining import Remaining
-from outrider.policy.weights import relative_speeds
 from outrider.policy.window_planner import WindowPlanner
 from outrider.rank.averages import Averages, make_averages
 from outrider.rank.device_clock import DeviceClocks
-from outrider.rank.device_speed import measured_speed
+from outrider.rank.device_speed import speeds_of_all
 from outrider.rank.driver import Driver, Segment
 from outrider.rank.epoch_accounting import EpochAccounting, open_leases
 from outrider.rank.layout_watch import set_trained
@@ -34,6 +33,7 @@ from outrider.rank.memory_needs import agree_on_memory, memory_event, memory_wor
 from outrider.rank.meter import Meter
 from outrider.rank.peak_memory import peak_memory_bytes
 from outrider.rank.run_trackers import RunTrackers, tracked_values
+from outrider.rank.segment_border import SegmentBorder
 from outrider.rank.shared_evaluation import EvaluationSums
 from outrider.rank.throttle import Throttle
 from outrider.rank.trial_log import TrialLog
@@ -58,13 +58,13 @@ from outrider.replica.recipe import LoopRecipe
 from outrider.world.messages import Link
 from outrider.world.world import World
 
-# Of `timeout_s`, for which ranks that rest wait for one that works alone.
+# The part of `timeout_s` for which resting ranks wait for a rank that works alone.
 STRETCH_PART = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSetting:
-    """What was decided before the ranks began, the same on all."""
+    """Settings decided before the ranks start, the same on all ranks."""
 
     folder: Path
     origin_s: float
@@ -72,11 +72,11 @@ class RunSetting:
     backend: str
     devices: tuple[str, ...]
     is_trial: bool = False
-    """Whether the run is only measured, by `outrider advise`: it leaves reports, but no model and no checkpoint."""
+    """Whether `outrider advise` only measures the run: it leaves reports, but no model and no checkpoint."""
 
 
 class RankLife:
-    """One rank's run; `adopt()` a replica, `resume()`, then epochs, `finish()` and `close()`."""
+    """The run of one rank: `adopt()` a replica, `resume()`, train epochs, `finish()`, `close()`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RankLife:
         self.history: list[dict[str, Any]] = []
         self.num_samples = 0
         self.loop_options: dict[str, Any] = {}
-        """Batch size and length of a user's loop, which `train()` has in its recipe."""
+        """Batch size and length of a user's loop; `train()` has them in its recipe."""
         self.clock = CheckpointClock(config.every, rank=world.rank)
         self.splitter = Splitter(
             world_size=world.size,
@@ -115,7 +115,7 @@ class RankLife:
         )
         self.chooser = PolicyChooser(world_size=world.size)
         self.on_choice = self._send_choice
-        """Called on rank 0 when the policy `auto` has chosen; a session tells its user itself."""
+        """Called on rank 0 when the policy `auto` has chosen; a session informs its user itself."""
         self._checkpoints = Checkpoints(link, world, self.folder, config=config, recorder=self.recorder)
         self._epoch_log = EpochLog(self.folder)
         self._planners: dict[int, WindowPlanner] = {}
@@ -124,13 +124,15 @@ class RankLife:
         self._num_segments = 0
         self._averages: Averages | None = None
         self.memory_words: str | None = None
-        """What the run needs of each rank's memory, where that is much."""
+        """The memory that the run needs per rank, in words; None for small models."""
         self._trial_log = TrialLog(setting.folder, rank=world.rank) if setting.is_trial else None
         is_tracked = world.rank == 0 and not setting.is_trial
         self._trackers = RunTrackers(config.trackers if is_tracked else (), warn=link.warn)
         self._live = LiveValues(world.size)
         self._continues: Path | None = None
         """The folder of the run that this one continues."""
+        self.resumed_from: str | None = None
+        """The name of the checkpoint that this process started from."""
 
     @property
     def is_trial(self) -> bool:
@@ -154,9 +156,9 @@ class RankLife:
         samples_seen: Callable[[], int],
         steps_at: Callable[[int], int],
     ) -> None:
-        """Make a replica this rank's own; all ranks call this, and find the same layout or raise.
+        """Set up a replica on this rank. All ranks call this; it raises if their layouts differ.
 
-        `samples_seen` returns the samples of the whole world so far, `steps_at` those in steps of one device.
+        `samples_seen` returns the samples of the whole world so far; `steps_at` converts them to steps of one device.
         """
         self.replica = replica
         self._samples_seen, self._steps_at = samples_seen, steps_at
@@ -174,6 +176,7 @@ class RankLife:
             averages=averages,
             meter=meter,
             recorder=self.recorder,
+            border=SegmentBorder(self.world),
             stop_requested=stop_requested,
             pause_due=pause_due,
             on_step=on_step,
@@ -199,14 +202,15 @@ class RankLife:
         self.link.send("choice", value=decision.value, reason=decision.reason)
 
     def resume(self, identity: Mapping[str, Any]) -> Resumed | None:
-        """Go back to the checkpoint that the user named, if any. All ranks leave with the same parameters."""
+        """Load the checkpoint that the user named, if any. Afterwards all ranks have the same parameters."""
         assert self._averages is not None
         self._checkpoints.check_can_save(self.replica.state())
         path = where_to_resume(self, self.config.resume)
         resumed = None if path is None else read_checkpoint(self, resume=path, identity=dict(identity))
         if resumed is not None:
             self._go_back(resumed)
-            # Several runs may begin at a checkpoint that the user named; a run folder is one run that goes on.
+            self.resumed_from = resumed.path.name
+            # Several runs may start from one named checkpoint, but a run folder stands for one run that continues.
             self._continues = None if path == resumed.path else path
         self._averages.start_from_rank_zero()
         self._averages.restore(None if resumed is None else resumed.average)
@@ -217,7 +221,7 @@ class RankLife:
         return resumed
 
     def _needs_speeds(self, resumed: Resumed | None) -> bool:
-        """Whether batches are to be shared out by speeds of which nothing is known."""
+        """Whether batches depend on speeds that are still unknown."""
         spec = self.recipe.policy_spec
         if spec.batch_is_global:
             return self.splitter.needs_hints
@@ -226,9 +230,8 @@ class RankLife:
         return self.world.size > 1 and spec.averages and not spec.shares_steps and not is_known and not is_given
 
     def _measure_devices(self) -> None:
-        """Tell planners and splitter how fast the devices are, before any has taken a step; all ranks call this."""
-        own = measured_speed(self.world.device) * self.world.spec.speed
-        speeds = relative_speeds(self.world.exchange_json(own, name="speeds", what="the speeds of the devices"))
+        """Measure the devices before the first step, as hints for planners and splitter; all ranks call this."""
+        speeds = speeds_of_all(self.world)
         self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds])
         self.splitter.hint(speeds)
         self._speeds = speeds
@@ -257,11 +260,11 @@ class RankLife:
             self.link.warn(f"the optimizer goes on with the settings of the checkpoint: {', '.join(words)}")
 
     def _freeze_as(self, state: Mapping[str, Any]) -> None:
-        """The same parameters are trained as when the checkpoint was saved, whatever was thawed since the start."""
+        """Train the same parameters as when the checkpoint was saved, whatever was thawed since the start."""
         assert self._averages is not None
         layout = self.replica.arena.layout
         trained, changing = state.get("trained"), state.get("changing", ())
-        # Older checkpoints do not say.
+        # Older checkpoints lack these entries.
         if trained is None or (trained == layout.trained and frozenset(changing) == layout.changing):
             return
         set_trained(self.replica.model, trained)
@@ -276,7 +279,7 @@ class RankLife:
         return self._planners[batch_size]
 
     def begin_record(self) -> None:
-        """Rank 0 sees whether the disk has room, writes the first record, and starts the trackers."""
+        """Rank 0 checks disk space, writes the first record, and starts the trackers."""
         if self.is_main:
             if not self.world.has_one_torch:
                 self.recorder.event("builds", value=[asdict(build) for build in self.world.builds])
@@ -288,18 +291,18 @@ class RankLife:
                 self._trackers.start(self.folder, config=self._tracked(), step=step, continues=self._continues)
 
     def _tracked(self) -> dict[str, Any]:
-        """What trackers show of a run beside its values."""
+        """What trackers show of a run besides its values."""
         described = self._described()
         options = described.pop("options")
         return {**options, **described, "backend": self.backend, "world_size": self.world.size, "commit": self.commit}
 
     @property
     def parameters(self) -> int:
-        """Those that are trained."""
+        """Number of trained parameters."""
         return self.driver.averages.sizes.trained
 
     def _described(self) -> dict[str, Any]:
-        """What decides which forecast is for this run."""
+        """The facts by which a forecast is matched to this run."""
         return {
             "policy": self.recipe.policy_spec.name,
             "devices": self.devices,
@@ -311,7 +314,7 @@ class RankLife:
     # Epochs
 
     def start_clock(self, epoch: int, *, waited_s: float) -> None:
-        """All ranks are here, after a wait: time starts with the first epoch."""
+        """Start an epoch after all ranks have arrived; the run's time starts with the first epoch."""
         self.recorder.wait("startup" if self._first_s is None else "epoch boundary", waited_s)
         if self._first_s is None:
             before_s = (self.history[-1]["wall_s"] if self.history else 0.0) + self.accounting.seconds_before
@@ -319,8 +322,11 @@ class RankLife:
         self.recorder.event("epoch start", epoch=epoch)
         self._live.restart()
 
-    def next_segment(self, current: EpochPass) -> Segment:
-        """The next part of a pass, up to the next checkpoint within the epoch; all ranks call this."""
+    def next_segment(self, current: EpochPass, *, may_stay_open: bool = False) -> Segment:
+        """The next part of a pass, up to the next checkpoint within the epoch; all ranks call this.
+
+        With `may_stay_open` the last part of a pass ends without an average, if the policy supports that.
+        """
         recipe, world, batch_size = self.recipe, self.world, current.batch_size
         span = current.next_span(
             every=self.config.every.epochs, unit=recipe.step_samples(world.size, batch_size=batch_size)
@@ -336,6 +342,8 @@ class RankLife:
             max_overshoot=recipe.max_overshoot,
             samples_after=current.samples_after,
             chooser=self.chooser,
+            window=self.driver.open_window,
+            may_stay_open=may_stay_open and world.size > 1 and span.count == current.left,
         )
         return Segment(
             policy=policy,
@@ -348,12 +356,12 @@ class RankLife:
         )
 
     def left_of_segment(self) -> tuple[Lease, ...]:
-        """The positions of the last segment that nobody used, because it ended early."""
+        """The positions of the last segment that no rank used, because it ended early."""
         ends_early = self.driver.ends_early or self.driver.is_cut
         return self.driver.left_of_segment() if ends_early and self.recipe.policy_spec.averages else ()
 
     def conclude(self, epoch: int, *, seconds: float, evaluated: EvaluationSums, is_complete: bool) -> EpochMetrics:
-        """The metrics of the world, the same on every rank; all ranks call this."""
+        """Close an epoch; returns the metrics of the world, the same on every rank. All ranks call this."""
         assert self._first_s is not None
         metrics = self.accounting.close(
             epoch,
@@ -371,7 +379,7 @@ class RankLife:
     def metrics_so_far(
         self, epoch: int, *, seconds: float, is_complete: bool, wants_stop: bool = False
     ) -> EpochMetrics:
-        """The metrics of the world in mid-epoch, without an evaluation, the same on every rank; all ranks call this."""
+        """The metrics of the world in mid-epoch, without evaluation, the same on every rank; all ranks call this."""
         assert self._first_s is not None
         self.accounting.tell(seconds=seconds, wants_stop=wants_stop)
         return self.accounting.merged(
@@ -383,11 +391,11 @@ class RankLife:
         )
 
     def is_checkpoint_due(self, epochs_done: int) -> bool:
-        """Whether one is due at the end of an epoch, by number or by rank 0's clock; the same on all ranks."""
+        """Whether a checkpoint is due at the end of an epoch, by epochs or rank 0's clock; the same on all ranks."""
         return self.config.every.is_due_after(epochs_done) or self.accounting.is_checkpoint_due
 
     def log_epoch(self) -> None:
-        """Rank 0 records the epoch that was concluded last, and tells the trackers."""
+        """Rank 0 records the last concluded epoch and sends it to the trackers."""
         if self.is_main:
             self._epoch_log.add(self)
             seen = self._samples_seen()
@@ -409,7 +417,7 @@ class RankLife:
         rank_state: Mapping[str, Any] | None = None,
         is_last: bool = False,
     ) -> None:
-        """Save a checkpoint; all ranks call this. `rank_state` comes on top of what the replica knows."""
+        """Save a checkpoint; all ranks call this. `rank_state` is added to the replica's state."""
         assert self._averages is not None
         if self.is_trial:
             return
@@ -417,7 +425,7 @@ class RankLife:
         refuse_to_save(self.replica)
         epochs, accounts = self.history, self.accounting.so_far
         if is_mid_epoch and epochs and epochs[-1]["epoch"] == epoch:
-            # A run that was stopped, or whose steps end here, has told this epoch's metrics; resumed, it tells those of
+            # A run that stopped, or whose steps end here, has already reported this epoch. Once resumed, it reports
             # the whole epoch.
             epochs, accounts = epochs[:-1], self.accounting.accounts
         progress = checkpoint.Progress(
@@ -449,13 +457,13 @@ class RankLife:
         self.clock.saved()
 
     def await_checkpoint(self) -> None:
-        """Wait until a checkpoint that is written in the background is complete."""
+        """Wait until the checkpoint in the background is written."""
         self._checkpoints.finish()
 
     # The end
 
     def finish(self, *, status: Callable[[], str]) -> None:
-        """Leave the record and the merged timeline behind; all ranks call this, after the model was written."""
+        """Write the record and the merged timeline; all ranks call this, after the model was written."""
         self._checkpoints.finish()
         told = status()
         if self.is_main:
@@ -465,7 +473,7 @@ class RankLife:
         self.events.merge()
 
     def close(self) -> None:
-        """Let go of files, threads and memory, however the run ended."""
+        """Release files, threads and memory, however the run ended."""
         self._trackers.close()
         self._checkpoints.close()
         self.events.close()
@@ -481,7 +489,7 @@ def train_seconds(epochs: Sequence[Mapping[str, Any]]) -> float:
 
 
 def check_num_samples(num_samples: int, *, world_size: int) -> None:
-    """Every rank needs a sample; asked before ranks start where the data set is there already, and by each rank."""
+    """Raise if a rank would get no sample; called before ranks start if the data set is loaded, and by each rank."""
     if num_samples < world_size:
         raise DataError(
             f"the data set has {num_samples} sample{'' if num_samples == 1 else 's'} for {world_size} ranks",

@@ -1,7 +1,7 @@
-"""The passes of a session on one rank: the user's loop takes the steps.
+"""Runs the passes of a session on one rank; the user's loop executes the steps.
 
-Decides the order of what all ranks do together in a user's loop: passes, evaluations, the end of an epoch. `RankLife`
-does what `train()` needs as well: set-up, checkpoints, records. `Session` decides what the user may call when.
+Decides the order of collective work in a user's loop: passes, evaluations, the end of an epoch. `RankLife` provides
+what `train()` needs as well: set-up, checkpoints, records. `Session` decides when the user may call what.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class SessionRun:
         self.interrupted_by: signal.Signals | None = None
         """The signal that ends the session, once all ranks know of it."""
         self.first_epoch = 0
-        """Those before it are in the checkpoint that this run goes on from."""
+        """Earlier epochs are in the checkpoint from which this run continues."""
         self.goal: Goal | None = None
         self.is_counting = False
-        """Whether a loop over epochs is under way."""
+        """Whether a loop over epochs is running."""
         self.on_meeting: Callable[[], None] | None = None
-        """Called on all ranks at a pause, instead of a checkpoint: a framework in whose loop this is saves its own."""
+        """Called on all ranks at a pause, instead of a checkpoint: for frameworks that save their own."""
         self.wants_meeting = False
         self._lock: FolderLock | None = None
         self._feeds = Feeds(device=world.device, seed=recipe.seed)
@@ -88,36 +88,44 @@ class SessionRun:
         self._evaluation = SessionEvaluation(world, self._feeds, on_evaluated=self._count_evaluation)
         self._evaluated = EvaluationSums()
         self._rhythm: list[tuple[int, int]] = []
-        """The batch sizes of the loop, each with the world's samples from which on."""
+        """The batch sizes of the loop, each with the sample of the world at which it starts."""
         self._random: dict[str, Any] | None = None
-        """The random state of the checkpoint, until random numbers go on."""
+        """The random state of the checkpoint, until it is restored."""
         self._consumed = 0
         """Samples of the whole world in passes that have ended."""
         self._pass_samples = self._epoch_began = self._counted = 0
         self._passes = 0
         self._passes_in_epoch = self._samples_in_epoch = 0
-        """Complete passes, and their samples."""
+        """Complete passes of the epoch, and their samples."""
         self._passes_to_skip = 0
         """Passes of the first epoch that were complete before the checkpoint."""
         self._pass: EpochPass | None = None
         self._reached_before = 0
         self._before: checkpoint.Progress | None = None
-        """The checkpoint in the middle of a pass that the next pass goes on from."""
+        """The mid-pass checkpoint from which the next pass continues."""
         self._sequence_before: str | None = None
-        """Names the user's own sequence of samples in the pass of the checkpoint."""
+        """Digest of the user's own sequence of samples in the pass of the checkpoint."""
         self._trained_s = 0.0
         self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
         self.metrics: EpochMetrics | None = None
-        """Those of the newest epoch in which a pass has ended, the same on all ranks apart from its evaluation."""
+        """Metrics of the newest epoch with a finished pass; equal on all ranks, except for the evaluation."""
 
     def tell_choices(self, tell: Callable[[str, str], None]) -> None:
-        """Call `tell` on rank 0 with what the policy `auto` chooses, and why."""
+        """Call `tell` on rank 0 with each choice of the policy `auto` and its reason."""
         self._life.on_choice = lambda decision: tell(decision.value, decision.reason)
 
     def tell_warnings(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` on rank 0 with what the user should know of the loop."""
+        """Call `tell` on rank 0 with warnings about the loop."""
         self._on_warning = tell
+
+    def tell_new_running_mean(self) -> None:
+        """Tell the user that a resumed run begins a running mean anew, which no checkpoint holds."""
+        if self._life.resumed_from is not None:
+            self._warn(
+                "the running mean (EMA) begins anew: checkpoints do not hold it; save ema.state_dict() yourself and "
+                "load it after a resume"
+            )
 
     def _warn(self, text: str) -> None:
         if self.world.rank == 0:
@@ -125,7 +133,7 @@ class SessionRun:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Metrics of the epochs that ended."""
+        """Metrics of finished epochs."""
         return self._life.history
 
     # Set-up
@@ -138,7 +146,7 @@ class SessionRun:
         scaler: GradScaler | None = None,
         per: TickPer = "optimizer-step",
     ) -> None:
-        """Make the user's models this rank's replica; all ranks leave with rank 0's parameters."""
+        """Make the user's models this rank's replica; afterwards all ranks have rank 0's parameters."""
         life, world = self._life, self.world
         if world.rank == 0:
             checkpoint.refuse_strangers(self.folder, resume=self.config.resume)
@@ -188,7 +196,7 @@ class SessionRun:
         }
 
     def _describe_loop(self, batch_size: int) -> None:
-        """Tell the record what `train()` has as options: batch size and length; several batch sizes as a list."""
+        """Record what `train()` has as options: batch size and length; several batch sizes become a list."""
         sizes = list(dict.fromkeys([*(size for size, _ in self._rhythm), batch_size]))
         length = {} if self.goal is None else {name: n for name, n in asdict(self.goal).items() if n is not None}
         self._life.loop_options = {"batch_size": sizes[0] if len(sizes) == 1 else sizes, **length}
@@ -196,7 +204,7 @@ class SessionRun:
     # Passes over a data set
 
     def begin_pass(self, source: Source, epoch: int, state: PassState | None = None) -> int:
-        """Open the next pass, or go on in the one that the user's `state` is of; all ranks meet here.
+        """Open the next pass, or continue the pass of the user's `state`; all ranks meet here.
 
         Returns the epoch of its order.
         """
@@ -252,7 +260,7 @@ class SessionRun:
         return -(-(kept if left is None else min(kept, left)) // source.batch_size)
 
     def skips_pass(self) -> bool:
-        """Whether the next pass was complete before the checkpoint that the session goes on from."""
+        """Whether the next pass was complete before the checkpoint from which the session continues."""
         skips = self._passes_to_skip > 0
         self._passes_to_skip -= skips
         self._passes_in_epoch += skips
@@ -263,7 +271,7 @@ class SessionRun:
         return Remaining.whole(num_samples) if before is None else before.rest(num_samples)
 
     def next_batch(self) -> Any | None:
-        """The next batch; None at the end of the pass, which is the same on all ranks."""
+        """The next batch; None at the end of the pass, on all ranks alike."""
         assert self._pass is not None
         driver = self._life.driver
         while (data := self.loop.next_batch()) is None:
@@ -281,7 +289,7 @@ class SessionRun:
         return data
 
     def _pause(self) -> None:
-        """In the middle of a pass: save a checkpoint, and see whether a signal is why; all ranks call this."""
+        """Save a checkpoint in mid-pass, and agree whether a signal asked for it; all ranks call this."""
         assert self._pass is not None
         accounting = self._life.accounting
         accounting.tell(seconds=self._trained_s + self._pass.seconds, wants_stop=self.link.wants_stop)
@@ -301,23 +309,23 @@ class SessionRun:
 
     @property
     def wants_stop(self) -> bool:
-        """At a meeting: whether a signal ends the loop after it; the same on all ranks."""
+        """Whether a signal ends the loop after the current meeting; the same on all ranks."""
         return self._life.accounting.wants_stop
 
     @property
     def position(self) -> int | None:
-        """Samples of the pass under way that its segments have used; None between two passes."""
+        """Samples of the current pass that its segments have used; None between two passes."""
         return None if self._pass is None else self._pass.remaining.position
 
     def remaining_after(self, done: int) -> list[list[int]] | None:
-        """The ranges that come after so many samples of the pass under way; None between two passes."""
+        """The ranges that follow the first `done` samples of the current pass; None between two passes."""
         if self._pass is None:
             return None
         remaining = self._pass.remaining
         return remaining.after([Lease(done, remaining.end - done)]).state()
 
     def leave_out(self, seconds: float) -> None:
-        """So much of the time of the batch in hand was not training."""
+        """Exclude this time of the current batch from training time."""
         self.loop.pause(seconds)
         if self._pass is not None:
             self._pass.leave_out(seconds)
@@ -336,7 +344,7 @@ class SessionRun:
         assert self._pass is not None
         self._trained_s += self._pass.seconds
         driver = self._life.driver
-        # A pass that was left early has used only what its averages accounted for, the same on all ranks.
+        # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples
         if driver.is_stopped:
@@ -345,7 +353,7 @@ class SessionRun:
         self._consumed += used
         self._samples_in_epoch += used
         self._is_complete &= not driver.is_stopped
-        # The ranks have just met in the last average of the pass, so this wait is short.
+        # The ranks have just met in the last average of the pass, so this exchange waits only briefly.
         evaluated = self.metrics.eval if self.metrics is not None and self._passes_in_epoch else None
         told = self._life.metrics_so_far(
             self._pass.epoch, seconds=self._trained_s, is_complete=self._is_complete, wants_stop=self.link.wants_stop
@@ -355,9 +363,9 @@ class SessionRun:
         self._passes_in_epoch += 1
 
     def _make_followers_equal(self) -> None:
-        """A rank that left took the last shared steps without what the user does to gradients, such as clipping.
+        """Copy the state of a rank that stayed in the loop to the ranks that left it; all ranks call this.
 
-        It gets everything from one that did not leave; all ranks call this.
+        Ranks that left took the last shared steps without the user's changes to gradients, such as clipping.
         """
         assert self.replica is not None
         followed = self.world.exchange_json(self.loop.has_followed, name="ranks that left the loop")
@@ -365,7 +373,7 @@ class SessionRun:
             self._life.driver.averages.hand_over(followed.index(False), at=self.replica.at)
 
     def interrupt(self) -> None:
-        """Leave the record behind before a signal is raised in the user's loop; all ranks call this."""
+        """Write the record before a signal is raised in the user's loop; all ranks call this."""
         self.finish(status="interrupted")
 
     def _order(self, source: Source, epoch: int) -> torch.Tensor:
@@ -375,7 +383,7 @@ class SessionRun:
         return shuffled(self._life.num_samples, seed=seed, epoch=epoch)
 
     def _kept(self, source: Source, num_samples: int) -> int:
-        """Samples of a pass, without those that drop_last leaves out."""
+        """Samples of a pass, without those dropped by `drop_last`."""
         unit = self.recipe.step_samples(self.world.size, batch_size=source.batch_size)
         return num_kept(num_samples, drop_last=source.drop_last, unit=unit)
 
@@ -385,7 +393,7 @@ class SessionRun:
         return self.goal.left(self._consumed, batch_size=source.batch_size, replica=self.replica)
 
     def pass_state(self) -> PassState:
-        """The place in the pass under way, as the model of this rank has learned from it; else that of the last one."""
+        """The place in the current pass up to which this rank's model has learned; between passes, that of the last."""
         if self._pass is None:
             return self.place.ended
         return self.place.state_of(self._pass, self.place.rest_now(self._pass, self.loop, self._life.driver))
@@ -395,7 +403,7 @@ class SessionRun:
         assert self.replica is not None
         rest = None if self._pass is None else self.pass_state()
         is_within = rest is not None and rest.remaining is not None
-        # A pass whose last batch is in hand is as good as complete.
+        # A pass whose last batch the user holds counts as complete.
         ended = self._pass_samples if rest is not None and not is_within else 0
         return {
             "schema_version": SCHEMA_VERSION,
@@ -410,7 +418,7 @@ class SessionRun:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from where the user's checkpoint was taken, on rank 0; all ranks call this."""
+        """Continue at the place of rank 0's state in the user's checkpoint; all ranks call this."""
         assert self.replica is not None
         told = self.world.exchange_json(dict(state), name="states of sessions")[0]
         self._take_place(self.replica, told)
@@ -418,60 +426,60 @@ class SessionRun:
         self.first_epoch, self._passes_to_skip = told["epoch"], told["passes"]
         self.place.loaded = None if told["feed"] is None else PassState.from_dict(told["feed"])
 
-    # How far the loop has come
+    # Progress of the loop
 
     @property
     def samples_seen(self) -> int:
-        """Of the whole world; between averages what this rank knows of it."""
+        """Samples of the whole world; between averages, this rank's estimate."""
         if self.replica is not None and self._passes and self.loop.is_inside:
             return self.replica.at
         return self._consumed
 
     def has_ended(self, epoch: int) -> bool:
-        """Whether the loop over epochs ends before this one; all ranks find the same."""
+        """Whether the loop over epochs ends before this one; the same on all ranks."""
         assert self.goal is not None
         self.goal.refuse_standstill(epoch - self.first_epoch, samples=self._consumed - self._epoch_began)
         self._epoch_began, self._counted = self._consumed, epoch
         return self.goal.is_reached(epochs=epoch, samples=self._consumed, replica=self.replica)
 
     def is_over(self, source: Source) -> bool:
-        """Whether the loop has used all the samples it was to use."""
+        """Whether the loop has used all its samples."""
         return self._left(source) == 0
 
     def progress(self, epoch: int | None) -> float:
-        """How much of the loop over epochs is done, from 0 to 1."""
+        """The finished part of the loop over epochs, from 0 to 1."""
         part = (self.samples_seen - self._epoch_began) / self._pass_samples if self._pass_samples else 0.0
         epochs = self._counted if epoch is None else epoch + min(1.0, part)
         return progress(self.goal, epochs=epochs, samples=self.samples_seen, replica=self.replica)
 
     def how_far(self, epoch: int | None) -> tuple[str, float]:
-        """The place in the loop in words, and how much of it is done, from 0 to 1; without `epochs()`, of this pass."""
+        """The place in the loop in words, and the finished part from 0 to 1; without `epochs()`, that of this pass."""
         if self.goal is None or not self.is_counting or epoch is None:
             return f"pass {self._passes}", min(1.0, (self.samples_seen - self._consumed) / self._pass_samples)
         total = "" if self.goal.epochs is None else f"/{self.goal.epochs}"
         return f"epoch {epoch + 1}{total}", self.progress(epoch)
 
     def mean_loss(self) -> float | None:
-        """The mean loss of this rank's batches in this epoch; None on a device, which would have to be waited for."""
+        """The mean loss of this rank's batches in this epoch; None on a GPU, because reading it would wait."""
         assert self.replica is not None
         return self.replica.loss_sums.mean_so_far() if self.world.device.type == "cpu" else None
 
     @property
     def learning_words(self) -> str | None:
-        """What the session changes about learning, and what it needs of memory where that is much."""
+        """What the session changes about learning, and its need for memory if that is large."""
         assert self.replica is not None
         learning = learning_words(self.replica.compensation, lr_scale=self.recipe.lr_scale)
         return joined_words(learning, self._life.memory_words)
 
     def _meet(self, current: EpochPass, options: dict[str, Any]) -> None:
-        """Time starts when all ranks are here; their `options` of this pass must be equal."""
+        """Start the time once all ranks have arrived; their `options` of this pass must be equal."""
         assert self.replica is not None
         started_s = time.perf_counter()
         what = f"the start of epoch {current.epoch}"
         told = {**options, **steps_to_compare(self.replica), **stream_to_compare(current.feed)}
         everyone = self.world.exchange_json([told, self.replica.counts.state()], name="passes", what=what)
         compare(self.world, [options for options, _ in everyone])
-        # Ranks that saw the user's habit at different places, or not yet, count as rank 0 does.
+        # Ranks may see the number of batches per step at different places, or not yet: all adopt the first known count.
         self.replica.counts.restore(next((c for _, c in everyone if c["per_step"]), self.replica.counts.state()))
         self._life.start_clock(current.epoch, waited_s=time.perf_counter() - started_s)
         current.restart_time()
@@ -479,27 +487,27 @@ class SessionRun:
     # Evaluation
 
     def evaluate(self, function: EvaluateAll, source: Source) -> float:
-        """The mean over the whole data set, computed by this rank alone."""
+        """The mean of `function` over the whole data set, computed by this rank alone."""
         assert self.replica is not None
         with self.recorder.activity.during("evaluation"):
             value = self._evaluation.alone(function, source, self.replica.models)
         return self._evaluated_to(value)
 
     def evaluate_together(self, function: EvaluateAll, source: Source) -> float:
-        """The same, shared by all ranks; all of them call this, and all get the same number."""
+        """The mean of `function` over the data set, divided among all ranks; all call this and get the same number."""
         assert self.replica is not None
         with self.recorder.activity.during("evaluation"):
             value = self._evaluation.together(function, source, self.replica.models)
         return self._evaluated_to(value)
 
     def _evaluated_to(self, value: float) -> float:
-        """After the pass of an epoch: its metrics have the evaluation at once, not only at the end of the epoch."""
+        """Add the evaluation to the metrics right after the pass, not only at the end of the epoch."""
         if self.metrics is not None and self._passes_in_epoch:
             self.metrics = replace(self.metrics, eval=value, eval_s=self._evaluated.seconds)
         return value
 
     def _count_evaluation(self, evaluated: EvaluationSums) -> None:
-        # The last evaluation of an epoch is the one that is told; the time of all is.
+        # Metrics report the last evaluation of an epoch, but the time of all of them.
         self._evaluated = replace(evaluated, seconds=self._evaluated.seconds + evaluated.seconds)
         if self._passes:
             self.loop.pause(evaluated.seconds)
@@ -507,7 +515,7 @@ class SessionRun:
     # The end of an epoch, and of the session
 
     def conclude_epoch(self, epoch: int) -> None:
-        """Merge the metrics of all ranks since the last time, if there was a pass. All ranks call this."""
+        """Merge the metrics of all ranks since the last call, if there was a pass. All ranks call this."""
         if self._trained_s == 0.0:
             return
         life = self._life
@@ -528,8 +536,8 @@ class SessionRun:
         self._life.await_checkpoint()
 
     def finish(self, *, status: str = "finished") -> None:
-        """Leave the record and the merged timeline behind; all ranks call this."""
-        # A run that goes on from its very end makes no pass, but comes to its end only now.
+        """Write the record and the merged timeline; all ranks call this."""
+        # A run resumed at its very end makes no pass, but finishes only now.
         if not self.is_recorded and not (self.first_epoch and self.goal is not None):
             return
         if self.goal is None:
@@ -537,10 +545,10 @@ class SessionRun:
             self._life.loop_options["epochs"] = len(self.history)
         self._life.finish(status=lambda: status)
 
-    # Going on from a checkpoint
+    # Resuming from a checkpoint
 
     def begin_count(self, goal: Goal) -> int:
-        """The first epoch of a loop: the one after the checkpoint, where the run goes on from one."""
+        """The first epoch of a loop: the one after the checkpoint if the run was resumed."""
         keeps_place = self.config.resume is not None or self.config.checkpoint_every is not None
         if keeps_place and self.goal is not None:
             raise ConfigError(
@@ -557,13 +565,13 @@ class SessionRun:
         return self.first_epoch
 
     def _draw_on(self) -> None:
-        """Random numbers go on only now: what the user drew to get here is no part of the run."""
+        """Restore the random state only now: numbers that the user drew before do not belong to the run."""
         if self._random is not None:
             randomness.restore_saved(self.world.device, self._random)
             self._random = None
 
     def _save(self, epoch: int, *, is_last: bool) -> None:
-        """All ranks call this, between two epochs or in the middle of a pass."""
+        """Save a checkpoint between two epochs or in mid-pass; all ranks call this."""
         assert self.replica is not None
         rest = None if self._pass is None else self._pass.remaining
         self._life.save(
@@ -584,7 +592,7 @@ class SessionRun:
         )
 
     def _go_back(self, replica: LoopReplica, resumed: Resumed) -> None:
-        """To where the checkpoint was taken in the user's loop."""
+        """Return to the place of the checkpoint in the user's loop."""
         progress, state = resumed.progress, resumed.state
         self._random, self._life.num_samples = state["random"], state["num_samples"]
         self._take_place(replica, state)
@@ -600,21 +608,21 @@ class SessionRun:
         self._rhythm = [(batch_size, since) for batch_size, since in state["rhythm"]]
         for batch_size, since in self._rhythm:
             replica.counts.open_pass(batch_size, since=since)
-        # Older checkpoints do not have them: their schedules ticked once per batch.
+        # Older checkpoints lack counts: their schedules ticked once per batch.
         if "counts" in state:
             replica.counts.restore(state["counts"])
 
     def go_on_from(self, epoch: int, *, samples_before: int, remaining: list[list[int]] | None) -> None:
-        """Begin in this epoch, where a framework's own checkpoint was taken; all ranks call this, before the loop.
+        """Begin in the epoch of a framework's own checkpoint; all ranks call this, before the loop.
 
-        `samples_before` are those of the epochs before it. `remaining` are the ranges of its order that were not used.
+        `samples_before` counts the samples of earlier epochs. `remaining` holds the unused ranges of the epoch's order.
         """
         self.first_epoch, self._consumed = epoch, samples_before
         if remaining is not None:
             self._before = checkpoint.Progress.of_foreign(epoch, remaining=remaining)
 
     def close(self) -> None:
-        """Let go of the user's objects and of what runs beside the rank."""
+        """Release the user's objects, and stop what runs in the background."""
         self._life.close()
         if self.replica is not None:
             self.replica.release()

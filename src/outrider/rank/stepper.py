@@ -1,6 +1,7 @@
-"""Takes the steps of `train()` on one rank: local steps, and shared steps whose gradients all ranks average.
+"""Executes the steps of `train()` on one rank: local steps, and shared steps whose gradients all ranks average.
 
-Decides when the time of a step starts and ends, on a host and on a device. The driver does the rest of a segment.
+Decides when the time of a step starts and ends, by the host's clock or by events on a device. The driver does the rest
+of a segment.
 Called by `TrainRun` once per segment.
 """
 
@@ -19,27 +20,30 @@ from outrider.replica.replica import Replica
 
 
 class Stepper:
-    """Runs one segment after the other on this rank."""
+    """Runs segments on this rank, one after another."""
 
     def __init__(self, driver: Driver, replica: Replica, *, scaled_ranks: Collection[int] = ()) -> None:
-        """`scaled_ranks` have loss scaling: a gradient of theirs that overflows makes all ranks skip a shared step."""
+        """`scaled_ranks` use loss scaling: if one of their gradients overflows, all ranks skip the shared step."""
         self._scaled_ranks = frozenset(scaled_ranks)
         self._driver = driver
         self._meter = driver.meter
         self._replica = replica
 
     def run(self, segment: Segment) -> None:
-        """One segment of an epoch, to the end of the policy."""
+        """Run one segment of an epoch until its policy ends."""
         replica = self._replica
         steps = self._driver.steps(segment)
         report: AverageReport | None = None
-        self._meter.restart_clocks()
+        if self._driver.open_window is None:
+            self._meter.restart_clocks()
+        else:
+            self._meter.skip_pause()
         if replica.captured is not None:
             replica.captured.wake()
         with contextlib.suppress(StopIteration):
             while True:
                 report = self._take(steps.send(report))
-        # A device may still be at the last steps.
+        # A device may still be executing the last steps.
         self._driver.averages.wait_for_device()
         replica.check_loss()
         replica.check_finite()
@@ -87,7 +91,7 @@ class Stepper:
         return driver.ended_shared_step(samples, settled)
 
     def _shared_step_on_device(self, effect: SharedStep) -> AverageReport:
-        """The whole step is queued before anybody waits for it, so what it took is told with the next one."""
+        """Queue the whole step before waiting for it, so its time is reported with the next step."""
         driver, meter, replica = self._driver, self._meter, self._replica
         samples = effect.batch.count
         warm_ups, step = replica.num_warm_ups, replica.steps
@@ -96,10 +100,10 @@ class Stepper:
         self._gradient(effect.batch)
         meter.mark()
         driver.join_shared_average()
-        # Everything is queued from here on; how long the average took is told at the end.
+        # Everything is queued from here on; the time of the average is known at the end.
         driver.activity.enter("compute")
         driver.averages.average_gradients(samples, driver.facts())
-        # With loss scaling the facts come first: they say whether the step counts.
+        # With loss scaling, read the facts first: they tell whether the step counts.
         waits = bool(self._scaled_ranks)
         if not waits:
             driver.averages.drop_bad_gradients()
@@ -110,16 +114,16 @@ class Stepper:
         settled = driver.averages.gradient_facts()
         if not waits:
             driver.averages.refuse_not_finite(settled, step=step)
-        # The first step of a new shape warms the device up.
+        # The first step of a new shape includes warm-up.
         meter.ended_queued_shared_step(samples, is_steady=replica.num_warm_ups == warm_ups)
         replica.watch_loss()
         return driver.ended_shared_step(samples, settled)
 
     def _is_skipped(self, settled: Settled, *, step: int) -> bool:
-        """Whether a gradient overflowed on any rank; all ranks find the same."""
+        """Whether a gradient overflowed on any rank; the same on all ranks."""
         self._driver.averages.refuse_not_finite(settled, step=step, scaled=self._scaled_ranks)
         scale = self._replica.loss_scale
-        # A world of one has no facts about gradients.
+        # A world of one rank has no facts about gradients.
         return bool(settled.not_finite) or (scale is not None and len(settled.facts) == 1 and scale.has_overflow)
 
     def _end(self, effect: SharedStep, *, is_skipped: bool) -> None:

@@ -1,6 +1,6 @@
 """The epochs of `train()` on one rank: steps of the replica, then evaluation, callbacks, checkpoints.
 
-Decides the order within an epoch of `train()`. `RankLife` does what a session needs as well: averages, checkpoints,
+Decides the order within an epoch of `train()`. `RankLife` provides what sessions need as well: averages, checkpoints,
 records.
 """
 
@@ -70,15 +70,15 @@ class TrainRun:
         self._recorder = life.recorder
         self._epoch = 0
         self._remaining = Remaining.whole(0)
-        """What is left of the epoch."""
+        """The rest of the epoch."""
         self._is_over = False
         self._last_progress_s = 0.0
         self._began_at = 0
         self._is_inside = False
-        """Whether steps of a segment are under way."""
+        """Whether a segment is running."""
         self._feeds: list[Feed] = []
         self._sequence_before: str | None = None
-        """Names the user's own order of the epoch in which the checkpoint was taken."""
+        """Digest of the user's own order in the epoch of the checkpoint."""
 
     # Set-up
 
@@ -96,7 +96,7 @@ class TrainRun:
             ) from error
 
     def prepare(self) -> None:
-        """Everything up to the first step; all ranks leave with the same parameters."""
+        """Do everything up to the first step; afterwards all ranks have the same parameters."""
         life, recipe, world = self._life, self._recipe, self._world
         self._recorder.event("joined")
         replica = self._replica = self._make_replica()
@@ -118,14 +118,21 @@ class TrainRun:
             samples_seen=self._samples_seen,
             steps_at=lambda samples: samples // recipe.mean_batch_size,
         )
-        # All ranks have met: rank 0 was not refused the folder, where files of another run may be.
+        # All ranks have met, so rank 0 got the folder; before that, it may hold files of another run.
         life.events.open()
         self._extent = recipe.extent(orders.num_positions, world.size)
         orders.refuse_other_lengths(self._extent.num_epochs)
         self._remaining = Remaining.whole(self._extent.epoch_samples)
         self._stepper = Stepper(life.driver, replica, scaled_ranks=self._scaled_ranks())
         has_callbacks = bool(self._config.epoch_start or self._config.epoch_end)
-        self._epoch_end = EpochEnd(life.driver, self._open_evaluation(), world=world, has_callbacks=has_callbacks)
+        self._epoch_end = EpochEnd(
+            life.driver,
+            self._open_evaluation(),
+            world=world,
+            has_callbacks=has_callbacks,
+            # In the user's own process, code between two epochs may read the model.
+            is_shown=not self._link.owns_process,
+        )
         check_data(world, self._feeds)
         resumed = life.resume(self._identity())
         if resumed is not None:
@@ -152,7 +159,7 @@ class TrainRun:
         self._recorder.event(decision.kind, value=decision.value, reason=decision.reason, **decision.details)
 
     def _tell_micro_batch(self, decision: Decision) -> None:
-        """Memory ran out, and the step was taken again in smaller micro-batches."""
+        """Report that memory ran out and the step was repeated with smaller micro-batches."""
         self._record(decision)
         self._link.send("micro-batch", device=str(self._world.spec), value=decision.value, reason=decision.reason)
 
@@ -196,7 +203,7 @@ class TrainRun:
         return None if self._is_over or is_done else self._epoch
 
     def run_epoch(self, epoch: int) -> EpochMetrics | None:
-        """One epoch with its evaluation and callbacks; None when a callback stopped the run before it began."""
+        """Run one epoch with its evaluation and callbacks; None if a callback stopped the run before it."""
         if self._stops_before(epoch):
             return None
         life = self._life
@@ -207,26 +214,42 @@ class TrainRun:
         self._epoch_end.catch_up(is_saving=is_saving)
         metrics = self._conclude(current, seconds=current.seconds)
         asked = self._call(self._config.epoch_end, epoch, metrics)
-        # Without callbacks the ranks have nothing to say that was not in their accounts.
+        # Without callbacks, the ranks' accounts already hold every request to stop.
         if self._epoch_end.has_callbacks:
             self._agree_to_stop(asked)
         self._go_on()
         return metrics
 
     def _stops_before(self, epoch: int) -> bool:
-        """Whether a callback or the handle wants no further epoch; the run can then be resumed from here."""
+        """Whether a callback or the handle asks to stop before this epoch; the run can then be resumed from here."""
+        if self._is_open:
+            # With open windows there is no model to save; the next average carries a request to stop.
+            return False
         asked = self._call(self._config.epoch_start, epoch, None)
         self._agree_to_stop(asked or self._link.wants_stop)
         if self._is_over:
             self._save(epoch, is_last=True)
         return self._is_over
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether windows of the last epoch continue in the next; the same on all ranks."""
+        return self._life.driver.open_window is not None
+
+    def _may_stay_open(self, epoch: int) -> bool:
+        """Whether an epoch may end without an average: nobody reads the model, and nothing is saved."""
+        is_last = self._extent.is_done(epoch, self._extent.stop(epoch))
+        # All ranks learned of these wishes at the end of the previous epoch.
+        is_asked = self._life.accounting.wants_stop or self._life.accounting.is_checkpoint_due
+        is_due = is_asked or self._config.every.is_due_after(epoch + 1)
+        return not (is_last or is_due or self._epoch_end.is_watched)
+
     def _agree_to_stop(self, wants_stop: bool) -> None:
-        """The run is over where any rank wants it to be; all ranks call this in the same order."""
+        """End the run if any rank wants to stop; all ranks call this in the same order."""
         self._is_over = any(self._world.exchange_json(wants_stop, name="wishes to stop")) or self._is_over
 
     def _call(self, callback: Callable[[EpochContext], None] | None, epoch: int, metrics: EpochMetrics | None) -> bool:
-        """Call the user's callback, where there is one; whether it asked to stop."""
+        """Call the user's callback, if any; returns whether it asked to stop."""
         if callback is None:
             return False
         seen = self._extent.seen(epoch, self._remaining.position)
@@ -246,7 +269,7 @@ class TrainRun:
         return context.wants_stop
 
     def _begin_pass(self, epoch: int) -> EpochPass:
-        """Open the epoch; time starts when all ranks are here, which set up at different speeds."""
+        """Open the epoch; its time starts when all ranks have arrived, because they set up at different speeds."""
         order = self._begin_order(epoch)
         current = EpochPass(
             epoch=epoch,
@@ -277,10 +300,10 @@ class TrainRun:
         return order
 
     def _run_segment(self, current: EpochPass) -> None:
-        """Train up to the next cut, or to where ranks agree to pause or stop; then save what is due."""
+        """Train up to the next cut, or until ranks agree to pause or stop; then save a checkpoint if due."""
         life = self._life
         self._is_inside = True
-        self._stepper.run(life.next_segment(current))
+        self._stepper.run(life.next_segment(current, may_stay_open=self._may_stay_open(current.epoch)))
         self._is_inside = False
         current.end_segment(life.left_of_segment())
         self._remaining = current.remaining
@@ -296,27 +319,28 @@ class TrainRun:
         metrics = life.conclude(current.epoch, seconds=seconds, evaluated=evaluated, is_complete=not current.left)
         if life.splitter.lone is not None:
             self._epoch_end.judge(life.accounting.accounts, lone=life.splitter.lone)
-        self._is_over = self._is_over or driver.is_stopped or life.accounting.wants_stop
+        wants_stop = life.accounting.wants_stop and not self._is_open
+        self._is_over = self._is_over or driver.is_stopped or wants_stop
         return metrics
 
     def _go_on(self) -> None:
-        """To the next epoch, with a checkpoint where one is due."""
-        # A last epoch that was cut can go on, where a run is resumed with more steps.
+        """Advance to the next epoch, with a checkpoint if one is due."""
+        # A last epoch that was cut can continue if the run is resumed with more steps.
         if not self._remaining.count:
             self._epoch += 1
             self._remaining = Remaining.whole(self._extent.epoch_samples)
-        # A run that was stopped can always be resumed.
-        if self._is_over or self._life.is_checkpoint_due(self._epoch):
+        # A stopped run can always be resumed. A checkpoint due by time waits for the next average if windows are open.
+        if self._is_over or (self._life.is_checkpoint_due(self._epoch) and not self._is_open):
             self._save(self._epoch, is_last=self._is_over)
         self._life.log_epoch()
 
     def _samples_seen(self) -> int:
-        """Of the whole world, as far as averages have accounted for them."""
+        """Samples of the whole world that averages have accounted for."""
         position = self._began_at + self._life.driver.reached if self._is_inside else self._remaining.position
         return self._extent.seen(self._epoch, position)
 
     def finish(self) -> None:
-        """Leave the model behind first, then the record and the merged timeline."""
+        """Write the model first, then the record and the merged timeline."""
         self._life.driver.catch_up()
         self._life.driver.merge_again()
         path = None

@@ -1,7 +1,7 @@
-"""The step source of a session: gives the batches of a policy's steps to the user's loop, and answers the policy.
+"""The step source of a session: hands the batches of a policy's steps to the user's loop, and answers the policy.
 
 Decides what a batch, a break and a shared gradient mean in a user's loop. The policy decides the order of effects, the
-driver averages. Used by `SessionRun`, one pass over a data set after the other.
+driver averages. Used by `SessionRun`, one pass over a data set after another.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from outrider.rank.window import later_facts, ordinals
 from outrider.replica.loop_replica import LoopReplica, refuse_step
 
 BORROWED = 2
-"""Samples that a rank without any computes on, for nothing: it must take the same way through the user's code."""
+"""Samples that a rank without samples of its own computes on and discards, to run the same user code."""
 _MOST_FRAMES = 12
 
 
 class UserLoop:
-    """One rank's part of the user's loop; `next_batch` until it gives None, or `leave` at any time."""
+    """One rank's part of the user's loop; call `next_batch` until it returns None, or `leave` at any time."""
 
     def __init__(self, driver: Driver, replica: LoopReplica, *, num_ranks: int, warn: Callable[[str], None]) -> None:
-        """`warn` gets what a user should know of the loop."""
+        """`warn` receives warnings for the user about the loop."""
         self._driver = driver
         self._num_ranks = num_ranks
         self._warn = warn
         self._has_told_apart = self._has_told_idle = self._has_told_lossless = False
-        """Whether it was told that something is not averaged, that nothing is trained, and that no loss is known."""
+        """Whether the user was warned: something is not averaged, nothing is trained, no loss is known."""
         self._num_batches = self._num_steps = self._num_own_steps = 0
-        """Of this pass: batches that were handed out, those with a step, and those with a step and samples."""
+        """Counts of this pass: batches handed out, batches with a step, batches with a step and samples."""
         self._meter = driver.meter
         self._replica = replica
         self.is_leaving = False
         self.is_inside = False
-        """Whether the user has a batch in hand."""
+        """Whether the user's loop currently holds a batch."""
         self.samples = 0
-        """Of the batch in hand; 0 for one that is borrowed."""
+        """Samples of the current batch; 0 for a borrowed one."""
         self.unit = 1
         """Samples of all ranks in a shared step."""
         self._least = 1
         self._done: list[Lease] = []
-        """What this rank has used of the segment; of shared steps its own part."""
+        """Positions of the segment that this rank has used; of shared steps only its own part."""
         self._steps: StepEffects | None = None
         self._effect: Step | SharedStep | None = None
         self._started_s = 0.0
         self._paused_s = 0.0
         self._shared: Settled | None = None
         self._num_shared = 0
-        """Averages of gradients with the batch in hand."""
+        """Averages of gradients with the current batch."""
         self._gradients = AveragedGradients()
         self._keeps_gradients = False
-        """Whether the user asked that backward leaves gradients to this rank for now."""
+        """Whether the user asked that backward keep gradients local for now."""
         self._has_stepped = self._is_following = False
         self._did: list[torch.optim.Optimizer | None] = []
         self._habit: list[torch.optim.Optimizer | None] = []
-        """What the user did with the last batch, in order: an average of gradients (None) or a step of an optimizer."""
+        """What the user did with the last batch, in order: averaged gradients (None) or stepped an optimizer."""
         self.has_followed = False
-        """Whether this rank left a shared step to the others, and updated without the user's code."""
+        """Whether this rank left a shared step to the others, and updated without running the user's code."""
         self._settled: list[torch.optim.Optimizer] = []
-        """Optimizers of a GradScaler whose gradients are averaged already."""
+        """Optimizers of a GradScaler whose gradients are already averaged."""
         replica.before_step = self._before_step
         if replica.scaler is not None:
             replica.scaler.average = self._average_unscaled
@@ -82,22 +82,21 @@ class UserLoop:
         return self._steps is not None
 
     def open(self, segment: Segment) -> None:
-        """Begin a segment; all ranks do."""
+        """Begin a segment; all ranks call this."""
         assert self._steps is None, "one segment at a time"
         self.is_leaving = self.has_followed = False
         self._done, self._least = [], min(2, segment.batch_size)
         self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
-        self._replica.losses.open_pass()
         self._num_batches = self._num_steps = self._num_own_steps = 0
         self._steps = self._driver.steps(segment)
 
     def next_batch(self) -> Any | None:
-        """Close the accounting on the last batch and fetch the next; None at the end of the pass."""
+        """Close the accounting of the last batch and fetch the next one; None at the end of the pass."""
         effect = self._advance(self._finish() if self._effect is not None else None)
         return None if effect is None else self._hand_out(effect)
 
     def leave(self) -> None:
-        """End the pass before its time: this rank computes no more, and the others end at their next average."""
+        """End the pass early: this rank stops computing, and the others end at their next average."""
         if self._steps is None:
             return
         self.is_leaving = True
@@ -106,11 +105,11 @@ class UserLoop:
             report = self._answer_empty(effect) if isinstance(effect, SharedStep) else None
 
     def pause(self, seconds: float) -> None:
-        """Time that the user's batch took for something else than training."""
+        """Exclude time that the current batch spent on something other than training."""
         self._paused_s += seconds
 
     def positions_used(self) -> tuple[Lease, ...]:
-        """The positions of the segment that this rank has used, with the batch in hand: of a shared one all of it."""
+        """The positions of the segment that this rank has used, with the current batch; a shared one counts in full."""
         return union(self._done if self._effect is None else [*self._done, self._in_hand(self._effect)])
 
     def _in_hand(self, effect: Step | SharedStep) -> Lease:
@@ -128,7 +127,7 @@ class UserLoop:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the batch in hand is part of a step that all ranks take together."""
+        """Whether the current batch is part of a step that all ranks take together."""
         return isinstance(self._effect, SharedStep)
 
     def share_early(self, optimizer: torch.optim.Optimizer) -> None:
@@ -146,6 +145,7 @@ class UserLoop:
             self._steps = None
             self._tell_idle_pass()
             self._tell_lossless_pass()
+            self._replica.losses.end_pass()
             return None
 
     def _tell_lossless_pass(self) -> None:
@@ -157,9 +157,14 @@ class UserLoop:
             )
 
     def _tell_idle_pass(self) -> None:
-        if self._num_batches and not self._num_steps and not self.is_leaving and not self._has_told_idle:
+        was_cut = self.is_leaving or self._driver.ends_early
+        if self._num_batches and not self._num_steps and not was_cut and not self._has_told_idle:
             self._has_told_idle = True
-            self._warn(f"no optimizer stepped in a pass of {self._num_batches} batches: call s.step(loss) for each")
+            batches = f"{self._num_batches} batch{'' if self._num_batches == 1 else 'es'}"
+            self._warn(
+                f"no optimizer stepped in a pass of {batches}: call s.step(loss) for each, or s.optimizer_step() after "
+                "s.backward(loss)"
+            )
 
     def _hand_out(self, effect: Step | SharedStep) -> Any:
         self._take_up(effect, samples=effect.batch.count)
@@ -186,7 +191,7 @@ class UserLoop:
         return Batch(max(0, start), min(BORROWED, self._driver.num_samples))
 
     def _finish(self) -> AverageReport | None:
-        """The user asked for the next batch: this one is done."""
+        """Finish the current batch, because the user asked for the next one."""
         effect = self._effect
         assert effect is not None
         self._look_at_other_optimizers()
@@ -201,13 +206,13 @@ class UserLoop:
             self._put_down()
             return None
         if self._shared is None:
-            # Gradients that the user goes on to accumulate: their mean over ranks is as good a base as their own, and
-            # exact where the shares of the next batch are others.
+            # The user continues to accumulate these gradients. Their mean over ranks is as good a base as local ones,
+            # and stays exact if the ranks' shares of the next batch differ.
             self._share_accumulated()
         return self._conclude_shared()
 
     def _look_at_other_optimizers(self) -> None:
-        """Refuse, or tell once, what would never be averaged."""
+        """Raise or warn once about optimizers whose parameters would never be averaged."""
         others = self._replica.other_optimizers
         if others.in_prepared is not None and not self._has_stepped:
             kind = type(others.in_prepared).__name__
@@ -225,7 +230,7 @@ class UserLoop:
             )
 
     def _abandon(self) -> AverageReport | None:
-        """The user left in the middle of a batch."""
+        """Handle a user who left in the middle of a batch."""
         if self._effect is not None and (self._has_stepped or self._shared is not None):
             self._count_done(self._effect.batch)
         if isinstance(self._effect, Step):
@@ -241,14 +246,14 @@ class UserLoop:
         return self._conclude_shared()
 
     def _answer_empty(self, effect: SharedStep) -> AverageReport:
-        """Take part in a shared step without samples, as often as the others do."""
+        """Take part in a shared step without samples, with as many averages as the other ranks."""
         self._take_up(effect, samples=0)
         self.is_inside = True
         self._step_empty(self._habit)
         return self._conclude_shared()
 
     def _step_empty(self, missing: list[torch.optim.Optimizer | None]) -> None:
-        """Do what the other ranks are about to do, without samples."""
+        """Take the remaining averages and steps of the other ranks, without samples."""
         self._is_following = True
         for optimizer in missing:
             if optimizer is None:
@@ -272,11 +277,11 @@ class UserLoop:
     def _put_down(self) -> None:
         self._effect, self.is_inside = None, False
 
-    # What happens at the user's backward and optimizer.step()
+    # Hooks of the user's backward and optimizer.step()
 
     @contextlib.contextmanager
     def keeping_gradients(self) -> Iterator[None]:
-        """Inside, backward leaves gradients to this rank: they are averaged by the next one outside, or the step."""
+        """Context in which backward keeps gradients local; the next backward outside, or the step, averages them."""
         before, self._keeps_gradients = self._keeps_gradients, True
         try:
             yield
@@ -284,7 +289,7 @@ class UserLoop:
             self._keeps_gradients = before
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run a backward pass; of a shared step it leaves the mean gradient of all ranks, as DDP does."""
+        """Run a backward pass; in a shared step it leaves the mean gradient of all ranks, as DDP does."""
         replica, averages = self._replica, self._driver.averages
         # Scaled gradients are averaged when they are unscaled: ranks may have different scales.
         is_shared = isinstance(self._effect, SharedStep) and not (self._keeps_gradients or replica.scales_gradients)
@@ -304,21 +309,21 @@ class UserLoop:
         elif isinstance(self._effect, SharedStep) and not self._is_following and not self._gradients.has(optimizer):
             self._share_whole()
         self._driver.averages.saw_gradients()
-        # Of a shared step the gradient of the whole batch is clipped, as on one device.
+        # In a shared step this clips the gradient of the whole batch, as on one device.
         self._replica.clip(optimizer)
         self._gradients.saw_step(self._replica.optimizers)
         self._did.append(optimizer)
         self._has_stepped = True
 
     def _share_whole(self) -> None:
-        """Average gradients that an optimizer is to step with."""
+        """Average the gradients with which an optimizer will step."""
         settled = self._share(self.samples)
         self._did.append(None)
         self._gradients.saw_average()
         self._driver.averages.refuse_not_finite(settled, step=self._replica.steps)
 
     def _average_unscaled(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        """What a prepared GradScaler asks before it decides about a step; None where it decides for itself."""
+        """Tell a prepared GradScaler whether any gradient overflowed; None if it decides for itself."""
         if not (self.is_inside and isinstance(self._effect, SharedStep)):
             return None
         settled = self._share(self.samples)
@@ -326,7 +331,7 @@ class UserLoop:
         return bool(settled.not_finite) if len(settled.facts) > 1 else None
 
     def _stepped_none(self, optimizer: torch.optim.Optimizer) -> None:
-        """A GradScaler skipped the step, on all ranks if the step is shared."""
+        """Record that a GradScaler skipped the step, on all ranks if the step is shared."""
         self._did.append(optimizer)
         self._has_stepped = True
         self._replica.saw_step(optimizer)
@@ -337,14 +342,14 @@ class UserLoop:
         scaler = self._replica.scaler
         if scaler is None or not scaler.is_enabled:
             settled = self._share(self.samples)
-            # Now the rank is known whose gradient it was; after the next batch all ranks would have it.
+            # Raise now, while the rank at fault is known; after the next batch all ranks would have the bad gradient.
             self._driver.averages.refuse_not_finite(settled, step=self._replica.steps)
             return
         with scaler.unscaled(self._replica.arena.parameters):
             self._share(self.samples)
 
     def _share(self, samples: int) -> Settled:
-        """Average the gradients of all ranks; only the first time in a batch carries what the policy learns from."""
+        """Average the gradients of all ranks; only the first average of a batch carries facts for the policy."""
         driver, meter = self._driver, self._meter
         driver.averages.wait_for_device()
         meter.stop_compute()
@@ -379,7 +384,7 @@ class UserLoop:
 
 
 def _refuse_other_numbers(before: list[int]) -> None:
-    """Raise on all ranks where some average gradients once more for a batch, and others for the next batch."""
+    """Raise on all ranks if some average gradients again for one batch while others are at the next."""
     if len(set(before)) > 1:
         more, fewer = before.index(max(before)), before.index(min(before))
         raise ConfigError(
@@ -400,7 +405,7 @@ def _refuse_unprepared_scaler(replica: LoopReplica) -> None:
 
 
 def _is_in_grad_scaler() -> bool:
-    """Whether a GradScaler of torch called the optimizer; it is a few frames above, or not at all."""
+    """Whether torch's GradScaler called the optimizer; if so, it is within a few frames."""
     frame: FrameType | None = sys._getframe()
     for _ in range(_MOST_FRAMES):
         if frame is None:

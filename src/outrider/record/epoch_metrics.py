@@ -33,7 +33,10 @@ class EpochMetrics:
     anchor: int | None
     drift: float | None
     exposed_average_fraction: float
-    """Fraction of the ranks' time that averaging took from computing, without waits for other ranks."""
+    """Fraction of the ranks' time that averaging took from compute, without waits for other ranks; at most 1.
+
+    The cost of an average is known with the next one, which may be in the next epoch.
+    """
     wait_fraction: float
     """Fraction of the ranks' time spent waiting for others."""
     eval_s: float
@@ -43,7 +46,7 @@ class EpochMetrics:
     wall_s: float
     """Wall time since the start of the first epoch, evaluation included."""
     is_complete: bool
-    """False for an epoch that was stopped early."""
+    """False for an epoch that was stopped early; an epoch that `steps` or `samples` cuts short is complete."""
     peak_memory_bytes_by_rank: tuple[int | None, ...] = ()
     """Peak memory of each rank so far: memory allocated by torch on a GPU, resident memory on a CPU."""
 
@@ -98,6 +101,8 @@ def combine(
     loss_samples = sum(account.loss_samples for account in accounts)
     eval_samples = sum(account.eval_samples for account in accounts)
     rank_seconds = seconds * len(accounts)
+    # If no average came at the end, a rank that finished early waited for the last one.
+    waited_s = sum(account.wait_s + seconds - account.seconds for account in accounts)
     return EpochMetrics(
         epoch=epoch,
         loss=sum(account.loss_sum for account in accounts) / loss_samples if loss_samples else float("nan"),
@@ -111,8 +116,8 @@ def combine(
         averages=accounts[0].averages,
         anchor=anchor,
         drift=drift,
-        exposed_average_fraction=sum(account.average_cost_s for account in accounts) / rank_seconds,
-        wait_fraction=sum(account.wait_s for account in accounts) / rank_seconds,
+        exposed_average_fraction=min(1.0, sum(account.average_cost_s for account in accounts) / rank_seconds),
+        wait_fraction=waited_s / rank_seconds,
         eval_s=max(account.eval_s for account in accounts),
         train_s=train_s_before + seconds,
         wall_s=wall_s,

@@ -1,4 +1,4 @@
-"""The record of a run: all that is needed to report, compare and reproduce it.
+"""The record of a run: everything needed to report, compare and reproduce it.
 
 Decides the content of `record.json`; reports and diffs read nothing else. Called by rank 0, or by the starter.
 """
@@ -35,6 +35,7 @@ class Recorded(Protocol):
     started_at: str
     commit: str | None
     history: list[dict[str, Any]]
+    resumed_from: str | None
     loop_options: dict[str, Any]
 
     @property
@@ -76,7 +77,7 @@ def commit() -> str | None:
 
 
 def write_record(folder: RunFolder, run: Recorded, *, status: str) -> None:
-    """Written at the start, every few seconds (see `EpochLog`) and at the end."""
+    """Write the record: at the start, every few seconds (see `EpochLog`) and at the end."""
     told = totals(run.history)
     forecast = receipt(folder, told)
     folder.write_json(
@@ -88,6 +89,7 @@ def write_record(folder: RunFolder, run: Recorded, *, status: str) -> None:
             "policy": run.recipe.policy_spec.name,
             "backend": run.backend,
             "devices": run.devices,
+            "resumed_from": run.resumed_from,
             "num_samples": run.num_samples,
             "parameters": run.parameters,
             "options": recipes.settings(run.recipe) | configs.settings(run.config) | run.loop_options,
@@ -101,7 +103,7 @@ def write_record(folder: RunFolder, run: Recorded, *, status: str) -> None:
 
 
 def status_at_end(*, is_complete: bool, is_interrupted: bool) -> str:
-    """The status of a run that ended in order."""
+    """The status of a run that ended regularly."""
     if is_complete:
         return "finished"
     return "interrupted" if is_interrupted else "stopped"
@@ -112,7 +114,7 @@ def close_record(folder: RunFolder, *, status: str, error: OutriderError | None 
     record = read_record(folder.path) or _record_of_nothing(folder)
     record["totals"] = totals(record["epochs"])
     told = error and {"type": type(error).__name__, "message": error.message, "rank": error.rank, "step": error.step}
-    # A full disk may be the reason itself, and must not hide it.
+    # A full disk may itself be the reason; the failed write must not hide that.
     with contextlib.suppress(DataError):
         folder.write_json("record.json", {**record, "status": status, "error": told})
 

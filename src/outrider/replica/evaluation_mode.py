@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from outrider.replica.logged_scalars import not_recording
+
 
 @contextlib.contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
@@ -17,7 +19,8 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     for model in models:
         model.eval()
     try:
-        yield
+        with not_recording():
+            yield
     finally:
         for module, was_training in were_training:
             module.training = was_training

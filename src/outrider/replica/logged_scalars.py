@@ -5,8 +5,9 @@ Does not decide when they are exchanged: the rank and the lab read and clear the
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +76,7 @@ class LoggedScalars:
 
 
 class PendingScalars:
-    """The scalars of a step that may have to be taken again; they count when the step is done."""
+    """The scalars of a step that may have to be repeated; they count when the step is done."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[str, torch.Tensor | float, float]] = []
@@ -131,8 +132,27 @@ class writing:
         _active.target = None
 
 
+class _Unrecorded:
+    def add(self, name: str, value: torch.Tensor | float, samples: int) -> None:
+        _as_scalar(name, value)
+
+
+@contextlib.contextmanager
+def not_recording() -> Iterator[None]:
+    """Let `log()` record nothing in this thread: a step function may serve as evaluation, too."""
+    before = getattr(_active, "target", None)
+    _active.target = (_Unrecorded(), 0)
+    try:
+        yield
+    finally:
+        _active.target = before
+
+
 def log(name: str, value: torch.Tensor | float) -> None:
-    """Log a scalar from inside the step function; means over ranks, weighted by samples, appear per epoch."""
+    """Log a scalar from inside the step function; means over ranks, weighted by samples, appear per epoch.
+
+    In a function that evaluates it records nothing.
+    """
     target = getattr(_active, "target", None)
     if target is None:
         raise ConfigError(

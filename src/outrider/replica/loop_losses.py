@@ -1,6 +1,6 @@
-"""The losses of a user's loop, as its mean loss counts them: a step's loss is the sum of what was passed to backward.
+"""Combines the losses of a user's loop: the loss of a step is the sum of the losses passed to backward.
 
-Decides what the losses of accumulated gradients weigh. `LossSums` keeps the sums and finds losses that are not finite.
+Decides the weights of losses of accumulated gradients. `LossSums` keeps the sums and finds losses that are not finite.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from outrider.replica.loss_sums import LossSums
 
 
 class LoopLosses:
-    """Adds the losses of one step after the other, however many backward passes and batches a step has.
+    """Adds the losses of successive steps, with any number of backward passes and batches per step.
 
     Gradients add up over a step, and so do its losses: four batches with a quarter of their loss each are one step with
-    the mean loss of the four. A step weighs as many samples as its batches have.
+    the mean loss of the four. A step has the weight of the samples in its batches.
     """
 
     def __init__(self, sums: LossSums) -> None:
@@ -22,27 +22,38 @@ class LoopLosses:
         self._first: tuple[torch.Tensor, int] | None = None
         """The first loss of this step, and the samples of its batch."""
         self._so_far: torch.Tensor | None = None
-        """Losses of this step, each times the samples of its batch; made when there is a second one."""
-        self._num_batches = 0
+        """Sum of this step's losses, each times the samples of its batch; created at the second loss."""
+        self._num_batches = self._num_samples = 0
         self._is_new_batch = True
 
-    def open_pass(self) -> None:
-        """The means of an epoch begin anew; a step that goes on from the pass before counts as a new one."""
-        self._first, self._so_far, self._num_batches = None, None, 0
+    def end_pass(self) -> None:
+        """Take out the losses of a step that was accumulated but not taken: only a part of its sum is there."""
+        if self._first is not None:
+            if self._so_far is None:
+                total = self._first[0].double() * self._first[1]
+            else:
+                total = self._so_far * self._num_batches
+            self._sums.remove_total(total, self._num_samples)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._first, self._so_far = None, None
+        self._num_batches = self._num_samples = 0
 
     def saw_batch(self) -> None:
         self._is_new_batch = True
 
     def saw_step(self) -> None:
-        """An optimizer stepped, or a GradScaler skipped that: the next loss is of the next step."""
-        self._first, self._so_far, self._num_batches = None, None, 0
-        # A second step with the same batch, as in a GAN, weighs as much as the first.
+        """End a step that an optimizer took or a GradScaler skipped: the next loss belongs to the next step."""
+        self._begin_step()
+        # A second step with the same batch, as in a GAN, has the same weight as the first.
         self._is_new_batch = True
 
     def add(self, loss: torch.Tensor, samples: int, step: int) -> None:
-        """A loss that was passed to backward, of a batch with so many samples."""
+        """Add a loss that was passed to backward, of a batch with this number of samples."""
         loss = loss.detach().reshape(())
         self._num_batches += self._is_new_batch
+        self._num_samples += samples if self._is_new_batch else 0
         if self._first is None:
             self._first = loss, samples
             self._sums.add(loss, samples, step)
@@ -51,7 +62,7 @@ class LoopLosses:
         self._is_new_batch = False
 
     def _add_more(self, loss: torch.Tensor, samples: int, step: int) -> None:
-        """So that the total of the step is the sum of its losses times its number of batches."""
+        """Add a further loss, so that the step's total is the sum of its losses times its number of batches."""
         assert self._first is not None
         before = self._so_far if self._so_far is not None else self._first[0].double() * self._first[1]
         weighted = loss.double() * samples

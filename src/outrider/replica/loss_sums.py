@@ -1,4 +1,4 @@
-"""Sums of losses, and the detection of losses and updates that are not finite.
+"""Sums losses, and detects losses and updates that are not finite.
 
 Decides when they are read: at once on a CPU; on a GPU only when the host waits for the device anyway.
 """
@@ -16,7 +16,7 @@ from outrider.replica.finite import RATE_HINT, Checked, gradient_not_finite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadSteps:
-    """The first step whose loss was not finite, and the first after which parameters were not."""
+    """The first step whose loss was not finite, and the first after which parameters were not finite."""
 
     loss: int | None
     update: int | None
@@ -49,7 +49,7 @@ class LossSums:
         self._check_on_host(value, step)
 
     def add_total(self, total: torch.Tensor, samples: int, step: int, *, loss: torch.Tensor) -> None:
-        """Add a sum of losses times samples that is more than one loss; `loss` is the one that is new in it."""
+        """Add a sum of several losses times samples; `loss` is the new one among them."""
         self._samples += samples
         if not self._is_host:
             self.at(step)
@@ -58,6 +58,14 @@ class LossSums:
             return
         self._sum += total.item()
         self._check_on_host(loss.item(), step)
+
+    def remove_total(self, total: torch.Tensor, samples: int) -> None:
+        """Take out a sum of losses times samples that was added before."""
+        self._samples -= samples
+        if self._is_host:
+            self._sum -= total.item()
+        else:
+            self._device_sum.sub_(total)
 
     def _check_on_host(self, value: float, step: int) -> None:
         if not math.isfinite(value) and self._bad_step.item() < 0:
@@ -75,7 +83,7 @@ class LossSums:
         is_first_bad = ~torch.isfinite(value) & (first_bad < 0)
         first_bad.copy_(torch.where(is_first_bad, self._step, first_bad))
 
-    # The number of the step is on the device too, so that a captured step can increment it.
+    # The step number is also on the device, so that a captured step can increment it.
 
     def at(self, step: int) -> None:
         """Set the step of the following losses."""
@@ -84,7 +92,7 @@ class LossSums:
             self._step_written = step
 
     def count_on(self) -> None:
-        """End of a step; part of a captured step."""
+        """Advance the step number on the device; part of a captured step."""
         self._step.add_(1)
 
     def counted_on(self, samples: int) -> None:
@@ -102,11 +110,11 @@ class LossSums:
         return self._samples > 0
 
     def bad_steps(self) -> BadSteps:
-        """Waits for a GPU."""
+        """The bad steps so far; waits for a GPU."""
         return _bad_steps(self._bad)
 
     def bad_steps_so_far(self) -> BadSteps:
-        """The same without waiting: the state of the GPU at the previous call."""
+        """Like `bad_steps`, but without waiting: the state of the GPU at the previous call."""
         return self.bad_steps() if self._watch is None else self._watch.look()
 
     def mean_so_far(self) -> float | None:
@@ -114,13 +122,15 @@ class LossSums:
         return (self._sum + float(self._device_sum)) / self._samples if self._samples else None
 
     def since_last(self) -> tuple[float, int]:
-        """The same two since the last call of this, without waiting: on a GPU as far as the host knows them."""
+        """Sum and samples since the last call of this method, without waiting: on a GPU as far as the host knows."""
         now = (self._sum, self._samples) if self._sum_watch is None else self._sum_watch.look(self._samples)
         before, self._told = self._told, now
-        return now[0] - before[0], now[1] - before[1]
+        samples = now[1] - before[1]
+        # Losses that were taken out may be more than those that came.
+        return (now[0] - before[0], samples) if samples > 0 else (0.0, 0)
 
     def drain(self) -> tuple[float, int]:
-        """Sum of losses times samples, and the samples, since the last call."""
+        """Sum of losses times samples, and the samples, since the last drain."""
         taken = (self._sum + float(self._device_sum), self._samples)
         self._sum, self._samples, self._told = 0.0, 0, (0.0, 0)
         self._device_sum.zero_()
@@ -153,7 +163,7 @@ class _Watch:
 
 
 class _SumWatch:
-    """A sum on a CUDA device that is copied to the host asynchronously, with the samples it had by then."""
+    """A sum on a CUDA device that is copied to the host asynchronously, with its samples at that time."""
 
     def __init__(self, total: torch.Tensor) -> None:
         self._total = total
@@ -173,7 +183,7 @@ class _SumWatch:
         return self._known
 
     def forget(self) -> None:
-        """The sum begins anew: a copy on its way is of the old one."""
+        """Ignore a copy in flight, because the sum starts anew."""
         self._known, self._samples = (0.0, 0), None
 
 
@@ -184,7 +194,7 @@ def refuse_bad(bad: BadSteps, replica: Checked) -> None:
         raise gradient_not_finite(rank=rank, name=name, step=bad.update)
     if bad.loss is None:
         return
-    # On a CPU the loss is checked before the update, so these are the parameters it was computed with.
+    # On a CPU the loss is checked before the update, so it was computed with the present parameters.
     if bad.loss > 0 and replica.steps == bad.loss and not replica.finite.is_finite():
         raise gradient_not_finite(rank=rank, name=name, step=bad.loss - 1)
     raise StepError(

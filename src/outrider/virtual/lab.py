@@ -1,7 +1,7 @@
-"""The lab: the same policies on real replicas under a virtual clock with given speeds.
+"""The lab: trains real replicas with the real policies, under a virtual clock with given speeds.
 
-Exact and repeatable on any machine, for studies of convergence and time to target. Called by users, benchmarks and
-tests.
+Results are exact and repeatable on any machine, for studies of convergence and time to target. Called by users,
+benchmarks and tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.policy.schedule import Entry, replay
 from outrider.policy.window_planner import WindowPlanner
 from outrider.replica.recipe import Recipe
 from outrider.virtual.lab_replicas import ReplicaWork
-from outrider.virtual.virtual_clock import Costs, RankClock, VirtualClock
+from outrider.virtual.virtual_clock import Costs, Flights, RankClock, VirtualClock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabPoint:
-    """An evaluation; time is virtual, in batches of a device of speed 1."""
+    """An evaluation; time is virtual, and its unit is one batch on a device of speed 1."""
 
     samples: int
     time: float
@@ -79,7 +79,7 @@ class LabRun:
 def train(
     recipe: Recipe, bench: Bench, *, points_per_epoch: int = 1, schedule: Sequence[Sequence[list[Entry]]] | None = None
 ) -> LabRun:
-    """Train in virtual time; with a `schedule` (per segment, per rank) replay what another driver recorded."""
+    """Train in virtual time; with a `schedule` (per segment, per rank), replay the recording of another driver."""
     lab = Lab(recipe, bench)
     parts = lab.segments(points_per_epoch)
     recorded = None if schedule is None else iter(schedule)
@@ -124,6 +124,9 @@ class Lab:
         average = bench.average_cost if self.size > 1 else 0.0
         self.costs = Costs(step_ms=self._step_time, average_ms=average, gradient_ms=average)
         self.clocks = [RankClock() for _ in bench.speeds]
+        self.flights = Flights(self.size)
+        self.is_open = False
+        """Whether the last segment left its windows open, as recorded segments may."""
         self.windows = 0
         self.points: list[LabPoint] = []
         self.decisions: list[Decision] = []
@@ -149,7 +152,7 @@ class Lab:
         )
 
     def run_to(self, stop: int, current: EpochPass, *, recorded: Iterator[Sequence[list[Entry]]] | None) -> None:
-        """Train up to a position of the epoch, in as many segments as the policy makes of it, and evaluate."""
+        """Train up to a position of the epoch, in as many segments as the policy needs, and evaluate."""
         while current.remaining.position < stop:
             span = current.span_to(stop)
             left = self.run_segment(current, span, entries=None if recorded is None else next(recorded))
@@ -160,7 +163,7 @@ class Lab:
     def run_segment(
         self, current: EpochPass, span: Lease, *, entries: Sequence[Sequence[Entry]] | None
     ) -> tuple[Lease, ...]:
-        """One segment; returns what the policies left of it."""
+        """Run one segment; returns the positions that the policies left."""
         policies = [
             open_policy(
                 self.recipe.policy,
@@ -186,12 +189,16 @@ class Lab:
             windows_before=self.windows,
             on_effect=self._keep_decision,
             on_report=self._keep_drift,
+            flights=self.flights,
         )
-        self.work.lay_out()
-        self.work.move_to_lookahead()
+        if not self.is_open:
+            self.work.lay_out()
+            self.work.move_to_lookahead()
         engine.run()
         self.work.check_finite()
-        self.work.move_to_average()
+        self.is_open = bool(engine.open_windows)
+        if not self.is_open:
+            self.work.move_to_average()
         self.windows = engine.windows
         return engine.left
 
@@ -203,7 +210,7 @@ class Lab:
         return (self.bench.fixed + (1 - self.bench.fixed) * batches) / self.bench.speeds[rank]
 
     def _meet_clocks(self) -> None:
-        """An evaluation waits for the last rank."""
+        """Set all clocks to the latest one, because an evaluation waits for the last rank."""
         latest = max(clock.now_ms for clock in self.clocks)
         for clock in self.clocks:
             clock.wait_ms += latest - clock.now_ms

@@ -1,7 +1,7 @@
-"""Replays a recorded run in the lab, and says where it departs from what was recorded.
+"""Replays a recorded run in the lab, and reports where it differs from the recording.
 
-Decides what is compared: the drift of every average, and the bits of the model at the end of every segment. A run of
-other floats, another library or another number of threads departs. Called by `outrider.replay()`.
+Decides what is compared: the drift of every average, and the bits of the model at the end of every segment. Other float
+types, library versions or thread counts make a replay differ. Called by `outrider.replay()`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from outrider.data.epoch_pass import EpochPass
 from outrider.errors import DataError, OutriderError
 from outrider.policy.effects import AverageReport, Batch, Lease
-from outrider.policy.schedule import Entry, SegmentEnd, common_part, drifts_of, end_of
+from outrider.policy.schedule import Entry, SegmentEnd, common_part, drifts_of, end_of, num_meetings
 from outrider.replica.model_digest import digest_of
 from outrider.replica.recipe import Recipe
 from outrider.virtual.lab import Bench, Lab
 from outrider.virtual.lab_replicas import ReplicaWork
 
 SAME_DRIFT = 1e-5
-"""Drifts are norms, which several threads may sum in another order; a departure of parameters is far larger."""
+"""Relative tolerance for drifts: threads may sum these norms in another order; real differences are far larger."""
 
 NEAR_DRIFT = 0.05
-"""The same where the recording is from another kind of device, whose sums are rounded in another way."""
+"""The tolerance if the recording is from another kind of device, which rounds sums differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RecordedSegment:
 
     @property
     def end(self) -> SegmentEnd | None:
-        """How it ended, by a rank that was not behind another; None where the recording ends within it."""
+        """How the segment ended, from a rank that was not behind; None if the recording stops inside the segment."""
         ends = [end_of(entries) for entries in self.ranks]
         if any(end is None for end in ends):
             return None
@@ -64,7 +64,7 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedEpoch:
-    """An epoch of a replay; `departure` says where it first differs from the recording, if it does."""
+    """An epoch of a replay; `departure` describes where it first differs from the recording, if it does."""
 
     epoch: int
     loss: float
@@ -75,19 +75,19 @@ class ReplayedEpoch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A run that was done again in the lab."""
+    """The result of a replay in the lab."""
 
     epochs: tuple[ReplayedEpoch, ...]
     steps: tuple[StepLoss, ...] = field(repr=False)
     recorded_on: str | None
-    """The device of the recording whose bits a CPU does not have; None if all ranks were on CPUs."""
+    """The device of the recording, if a CPU cannot reproduce its bits; None if all ranks were on CPUs."""
     error: OutriderError | None
-    """What ended the replay early, such as a loss that is not finite."""
+    """The error that ended the replay early, for example a loss that is not finite."""
     model: torch.nn.Module = field(repr=False)
 
     @property
     def departure(self) -> str | None:
-        """Where the replay first differs from the recording; None if it has the same bits."""
+        """A description of the first difference from the recording; None if there is none."""
         return next((epoch.departure for epoch in self.epochs if epoch.departure is not None), None)
 
     @property
@@ -97,7 +97,7 @@ class Replay:
 
 
 def read_recording(path: Path) -> list[RecordedSegment]:
-    """The schedule of a run, as its ranks recorded it."""
+    """Read the schedule of a run, as its ranks recorded it."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         marks, segments = document["marks"], document["segments"]
@@ -118,7 +118,7 @@ def replay_run(
     collate: Callable[[list[Any]], Any] | None = None,
     recorded_on: str | None = None,
 ) -> Replay:
-    """Do again what was recorded, in this process, on the CPU; `recorded_on` names another kind of device, if any."""
+    """Replay a recording in this process on the CPU; `recorded_on` names another kind of device, if it used one."""
     _refuse_partial(segments)
     work = _WatchedWork(recipe, world_size=len(segments[0].ranks), collate=collate)
     lab = _ReplayLab(recipe, work, is_exact=recorded_on is None)
@@ -157,7 +157,7 @@ def _refuse_partial(segments: Sequence[RecordedSegment]) -> None:
 
 
 class _WatchedWork(ReplicaWork):
-    """The work of replicas; keeps the loss of every step."""
+    """Does the work of replicas and keeps the loss of every step."""
 
     def __init__(self, recipe: Recipe, *, world_size: int, collate: Callable[[list[Any]], Any] | None) -> None:
         super().__init__(recipe, world_size=world_size, collate=collate)
@@ -183,7 +183,7 @@ class _WatchedWork(ReplicaWork):
 
 
 class _ReplayLab:
-    """Runs the recorded segments of one epoch after the other, and compares."""
+    """Replays the recorded segments, epoch by epoch, and compares the results."""
 
     def __init__(self, recipe: Recipe, work: _WatchedWork, *, is_exact: bool) -> None:
         self._work = work
@@ -191,7 +191,9 @@ class _ReplayLab:
         self._lab = Lab(recipe, Bench(speeds=(1.0,) * work.size), work=work)
         self._lab.on_report = self._saw_report
         self._drifts: list[float] = []
+        """Drifts not compared yet: in the recording, rank 0 may have applied the last average in the next epoch."""
         self._averages = 0
+        self._met = [0] * work.size
 
     def _saw_report(self, report: AverageReport) -> None:
         if report.drift is not None:
@@ -220,14 +222,13 @@ class _ReplayLab:
         )
 
     def _run_part(self, current: EpochPass, part: RecordedSegment) -> tuple[str | None, bool]:
-        """Replay a segment; returns where it departs, and whether the model has the recorded bits at its end."""
-        self._drifts = []
+        """Replay a segment; returns where it differs, and whether the model has the recorded bits at its end."""
         end = part.end
-        entries = common_part(part.ranks) if end is None else part.ranks
+        entries = common_part(part.ranks, met_before=self._met) if end is None else part.ranks
+        self._met = [before + num_meetings(rank) for before, rank in zip(self._met, part.ranks, strict=True)]
         self._lab.run_segment(current, current.span_to(part.span.stop), entries=entries)
         current.end_segment(() if end is None else end.left)
         departure = self._departure(part.epoch, drifts_of(part.ranks[0]))
-        self._averages += len(self._drifts)
         if not self._is_exact or end is None or end.digest is None:
             return departure, self._is_exact and departure is None
         has_same_bits = digest_of(self._work.replicas[0].model) == end.digest
@@ -237,13 +238,15 @@ class _ReplayLab:
         return departure, has_same_bits
 
     def _departure(self, epoch: int, recorded: Sequence[float]) -> str | None:
+        """Compare the averages that rank 0 applied since the last comparison."""
         tolerance = SAME_DRIFT if self._is_exact else NEAR_DRIFT
-        for number, (drift, expected) in enumerate(zip(self._drifts, recorded, strict=False)):
+        first = self._averages
+        taken_in = self._drifts[: len(recorded)] if self._lab.is_open else self._drifts
+        self._drifts = self._drifts[len(taken_in) :]
+        self._averages += len(taken_in)
+        for number, (drift, expected) in enumerate(zip(taken_in, recorded, strict=False), start=first):
             if not math.isclose(drift, expected, rel_tol=tolerance):
-                return (
-                    f"epoch {epoch}, average {self._averages + number}: the drift is {drift:.6g}, "
-                    f"not {expected:.6g} as recorded"
-                )
+                return f"epoch {epoch}, average {number}: the drift is {drift:.6g}, not {expected:.6g} as recorded"
         return None
 
 
@@ -251,7 +254,7 @@ COLUMNS = ("epoch", "rank", "at", "position", "samples", "loss")
 
 
 def as_rows(steps: Sequence[StepLoss]) -> list[dict[str, Any]]:
-    """For a table: one row per step."""
+    """Convert losses to table rows, one per step."""
     return [
         dict(zip(COLUMNS, (one.epoch, one.rank, one.at, one.batch.start, one.batch.count, one.loss), strict=True))
         for one in steps

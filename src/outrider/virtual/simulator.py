@@ -1,6 +1,6 @@
-"""The simulator: the real policies with clocks only, for thousands of ranks and any network.
+"""The simulator: runs the real policies with clocks only, for thousands of ranks and any network.
 
-Answers what-if questions about throughput, efficiency and waits in seconds; it trains nothing, so it cannot predict
+Answers what-if questions about throughput, efficiency and waits within seconds. It trains nothing, so it cannot predict
 accuracy. Called by users, by `outrider simulate`, by the forecast of `outrider diagnose` and by tests.
 """
 
@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.policy.batch_splitter import Split, Splitter
@@ -29,16 +30,16 @@ class DeviceSpeed:
     per_sample_ms: float
     fixed_ms: float = 0.0
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a step's time: 0.1 is about ±10 %."""
+    """Standard deviation of the logarithm of a step's duration: 0.1 is about ±10 %."""
 
     def step_ms(self, samples: int) -> float:
-        """What a step takes without jitter."""
+        """The duration of a step without jitter."""
         return self.fixed_ms + samples * self.per_sample_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """The cost of an all-reduce: the cheaper of a ring and recursive halving, for `latency_ms` and bytes per second."""
+    """A network; an all-reduce costs the cheaper of a ring and recursive halving, from latency and bandwidth."""
 
     latency_ms: float = 0.05
     bandwidth_bytes_per_s: float = 1.25e9
@@ -61,20 +62,20 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCosts:
-    """What steps and averages of a real run took, in place of what speeds and a network say.
+    """Durations of steps and averages in a real run, used instead of estimates from speeds and a network.
 
-    Devices of one machine slow each other down, and averages take part of their time, so the same device has other
-    times in local steps, in shared steps and alone.
+    Devices in one machine slow each other down, and averages take part of their time, so the step times of a device
+    differ between local steps, shared steps and running alone.
     """
 
     local: tuple[DeviceSpeed, ...]
     shared: tuple[DeviceSpeed, ...]
     average_ms: float
-    """An average of parameters, from when the last rank has joined."""
+    """Duration of an average of parameters after the last rank has joined."""
     gradient_ms: float
-    """The same for the gradients of a shared step."""
+    """Duration of the average of gradients in a shared step."""
     snapshot_ms: float = 0.0
-    """What an average in the background takes from computing."""
+    """Compute time that a background average takes from a rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +91,13 @@ class Scenario:
     planner: PlannerConfig | None = None
     max_overshoot: int = 4
     measured: MeasuredCosts | None = None
-    """Where it is given, `speeds` are those of each device alone, and `network` and `model_bytes` are not used."""
+    """If given, `speeds` are those of each device alone, and `network` and `model_bytes` are not used."""
     global_batch_size: int | None = None
-    """The batch of policies that split one among all ranks; `batch_size` times ranks if None."""
+    """Batch size of policies that split a batch among all ranks; `batch_size` times the number of ranks if None."""
     may_rest: bool = True
     """Whether slow ranks may leave whole batches to a fast one, as in `train()`."""
     samples_after: int = 0
-    """Samples of the run that are not simulated, for policies that plan ahead."""
+    """Samples of the run after the simulated part, for policies that plan ahead."""
 
     def __post_init__(self) -> None:
         if not self.speeds:
@@ -128,10 +129,10 @@ class Scenario:
         jitter: float = 0.0,
         seed: int = 0,
     ) -> Scenario:
-        """Devices by their relative speeds: a batch takes `step_ms` at speed 1, twice as long at speed 0.5.
+        """Create a scenario from relative speeds: a batch takes `step_ms` at speed 1, twice as long at speed 0.5.
 
-        `fixed_part` of that time does not depend on the samples of a batch. The epoch has `batches` per device, and
-        windows are planned as in a training run with default options.
+        `fixed_part` is the fraction of that time that does not depend on the samples of a batch. The epoch has
+        `batches` per device, and windows are planned as in a training run with default options.
         """
         _check_question(speeds, step_ms=step_ms, fixed_part=fixed_part, jitter=jitter)
         _check_batches(batch_size=batch_size, batches=batches)
@@ -180,9 +181,9 @@ class Outcome:
     policy: str
     samples_per_s: float
     ideal_samples_per_s: float
-    """The sum of all ranks alone, without waits or averages."""
+    """The sum of all ranks' throughputs alone, without waits or averages."""
     fastest_samples_per_s: float
-    """The fastest rank alone."""
+    """The throughput of the fastest rank alone."""
     wall_s: float
     wait_fraction: float
     """Fraction of all ranks' time spent waiting for other ranks."""
@@ -191,9 +192,9 @@ class Outcome:
     averages: int
     samples_by_rank: tuple[int, ...]
     wait_by_rank: tuple[float, ...]
-    """Of each rank, the fraction of its time spent waiting for other ranks, that after its last step included."""
+    """For each rank, the fraction of its time spent waiting for other ranks, including the time after its last step."""
     finish_spread_ms: float
-    """Time between the last steps of the first and of the last rank to finish."""
+    """Time between the last steps of the first rank and of the last rank to finish."""
 
     @property
     def efficiency(self) -> float:
@@ -201,12 +202,12 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """Throughput over that of the fastest rank alone."""
+        """Throughput divided by that of the fastest rank alone."""
         return self.samples_per_s / self.fastest_samples_per_s
 
 
 def simulate(policy: str | PolicySpec, scenario: Scenario) -> Outcome:
-    """One epoch of the scenario under a policy."""
+    """Simulate one epoch of the scenario under a policy."""
     spec = policy_spec(policy)
     world = _SimulatedWorld(spec, scenario)
     world.run()
@@ -225,7 +226,7 @@ def _check_samples(policy: PolicySpec, scenario: Scenario, world: _SimulatedWorl
 
 
 class _SimulatedWorld:
-    """The ranks of a scenario, one segment after the other."""
+    """Runs the ranks of a scenario, segment by segment."""
 
     def __init__(self, policy: PolicySpec, scenario: Scenario) -> None:
         self._policy, self._scenario = policy, scenario
@@ -241,7 +242,7 @@ class _SimulatedWorld:
         self.windows = 0
 
     def run(self) -> None:
-        """One epoch; what a policy leaves of a segment is the next one, in any order, since there is no data."""
+        """Run one epoch; samples that a policy leaves form the next segment, in any order since there is no data."""
         left = self._scenario.num_samples
         while left:
             left = self._run_segment(Lease(self._scenario.num_samples - left, left))
@@ -295,7 +296,7 @@ def _costs(policy: PolicySpec, scenario: Scenario) -> Costs:
         return Costs(
             step_ms=_step_times(measured.local, seed=scenario.seed),
             shared_step_ms=_step_times(measured.shared, seed=scenario.seed),
-            # Elsewhere a rank whose peers wait for it is on the last steps of its window, measured with all others.
+            # With other policies, a rank whose peers wait is finishing its window; `local` already includes such steps.
             alone_step_ms=alone_ms if policy.batch_is_global else None,
             average_ms=measured.average_ms,
             gradient_ms=measured.gradient_ms,
@@ -339,17 +340,19 @@ def _outcome(policy: PolicySpec, scenario: Scenario, world: _SimulatedWorld) -> 
 
 
 class _SharedPlanner(WindowPlanner):
-    """One planner for all ranks, which would compute the same plan from the same facts; keeps the last plan."""
+    """One planner for all ranks, because each would compute the same plan from the same facts; keeps the last plan."""
 
     def __init__(self, config: PlannerConfig) -> None:
         super().__init__(config)
         self._learned = -1
-        self._plans: dict[tuple[int, int, int | None], WindowPlan] = {}
+        self._plans: dict[tuple[Any, ...], WindowPlan] = {}
 
-    def window(self, remaining: int, *, run_left: int | None = None) -> WindowPlan:
-        key = (self._learned, remaining, run_left)
+    def window(
+        self, remaining: int, *, run_left: int | None = None, done: int = 0, may_stay_open: bool = False
+    ) -> WindowPlan:
+        key = (self._learned, remaining, run_left, done, may_stay_open)
         if key not in self._plans:
-            self._plans = {key: super().window(remaining, run_left=run_left)}
+            self._plans = {key: super().window(remaining, run_left=run_left, done=done, may_stay_open=may_stay_open)}
         return self._plans[key]
 
     def learn(self, report: AverageReport) -> list[Decision]:

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 from outrider.policy.effects import (
     Average,
     AverageReport,
+    AwaitOthers,
     Batch,
     Begin,
+    Border,
     Collect,
     Confer,
     Effect,
@@ -25,8 +27,10 @@ from outrider.policy.effects import (
     GiveBack,
     HandOver,
     Lease,
+    LeaveOpen,
     Merge,
     Note,
+    OpenWindow,
     Policy,
     Poll,
     RankFacts,
@@ -38,7 +42,7 @@ from outrider.policy.ledger import Ledger
 
 
 class Work(Protocol):
-    """The work of effects besides taking time."""
+    """Carries out effects; the clock decides how long they take."""
 
     def step(self, rank: int, batch: Batch, at: int) -> None: ...
     def gradient(self, rank: int, batch: Batch, at: int) -> None: ...
@@ -50,7 +54,7 @@ class Work(Protocol):
     def merge(self, samples: Sequence[int]) -> None: ...
     def hand_over(self, source: int, at: int) -> None: ...
     def loss(self, rank: int) -> tuple[float, int]:
-        """The sum of losses times samples since the last call, and the samples."""
+        """The sum of losses times samples since the last call, and the number of samples."""
 
 
 class Idle:
@@ -84,21 +88,21 @@ class Costs:
     snapshot_ms: float = 0.0
     take_ms: float = 0.0
     shared_step_ms: Callable[[int, int], float] | None = None
-    """The same for a shared step; `step_ms` if None."""
+    """Duration of a shared step; `step_ms` if None."""
     alone_step_ms: Callable[[int, int], float] | None = None
-    """The same for a step that a rank takes while all others rest; `step_ms` if None."""
+    """Duration of a step that a rank takes while all others rest; `step_ms` if None."""
 
 
 @dataclass(slots=True)
 class RankClock:
-    """One rank's accounts, in ms of virtual time."""
+    """The clock of one rank and the sums of its time, in ms of virtual time."""
 
     now_ms: float = 0.0
     compute_ms: float = 0.0
     wait_ms: float = 0.0
-    """Waiting for other ranks."""
+    """Time spent waiting for other ranks."""
     exposed_ms: float = 0.0
-    """In averages and leases, without waits."""
+    """Time spent in averages and leases, without waits."""
     samples: int = 0
     steps: int = 0
     last_step_ms: float = 0.0
@@ -123,6 +127,20 @@ class _VirtualMeeting:
     waiting: dict[int, float] = field(default_factory=dict)
 
 
+class Flights:
+    """The background averages by number; those in progress when a segment ends continue in the next segment."""
+
+    def __init__(self, world_size: int) -> None:
+        # A fast rank may start the next average before a slow rank has applied the last one.
+        self.by_number: defaultdict[int, _VirtualMeeting] = defaultdict(_VirtualMeeting)
+        self.begun = [0] * world_size
+        self.taken_in = [0] * world_size
+
+    def of(self, rank: int) -> _VirtualMeeting:
+        """The average that this rank began last."""
+        return self.by_number[self.begun[rank]]
+
+
 class VirtualClock:
     """Runs the policies of one segment to their end."""
 
@@ -139,6 +157,7 @@ class VirtualClock:
         on_effect: Callable[[int, float, Effect], None] | None = None,
         on_report: Callable[[float, AverageReport], None] | None = None,
         wants_stop: Callable[[], bool] | None = None,
+        flights: Flights | None = None,
     ) -> None:
         self.policies = list(policies)
         self.size = len(self.policies)
@@ -154,15 +173,18 @@ class VirtualClock:
         self.reached = 0
         """Samples that averages have accounted for."""
         self.left: tuple[Lease, ...] = ()
-        """What the policies left of the segment, where they ended it early."""
+        """The positions that the policies left if they ended the segment early."""
         self._span = ledger.free[0] if ledger.free else Lease(0, 0)
         self._has_leased = False
-        # Started averages by number: a fast rank may start the next one before a slow rank has applied the last.
-        self._flights: defaultdict[int, _VirtualMeeting] = defaultdict(_VirtualMeeting)
-        self._begun = [0] * self.size
+        self.open_windows: dict[int, OpenWindow | None] = {}
+        """The window of each rank that left it open."""
+        self._flights = flights if flights is not None else Flights(self.size)
+        self._awaiting: dict[int, float] = {}
+        """For each rank that waits for others to take their last step, the time since when it waits."""
         self._meeting = _VirtualMeeting()
         self._held: dict[int, Lease] = {}
-        self._heap: list[tuple[float, int]] = []
+        self._heap: list[tuple[float, int, int]] = []
+        self._turns = [0] * self.size
         self._inbox: list[Any] = [None] * self.size
         self._handlers: dict[type, Callable[[int, Any], bool]] = {
             Step: self._step,
@@ -177,21 +199,26 @@ class VirtualClock:
             HandOver: self._hand_over,
             Merge: self._merge,
             EndSegment: self._end_segment,
+            AwaitOthers: self._await_others,
+            LeaveOpen: self._leave_open,
             Note: self._nothing,
             Expect: self._nothing,
         }
 
     def run(self) -> None:
-        self._heap = [(clock.now_ms, rank) for rank, clock in enumerate(self.clocks)]
+        self._heap = [(clock.now_ms, rank, 0) for rank, clock in enumerate(self.clocks)]
         heapq.heapify(self._heap)
         alive = self.size
         while self._heap:
-            _, rank = heapq.heappop(self._heap)
-            alive -= self._resume(rank)
+            now_ms, rank, turn = heapq.heappop(self._heap)
+            # A rank may have several wake-ups, for other ranks and for an average; an outdated one is ignored.
+            if turn == self._turns[rank]:
+                self._stop_waiting(rank, now_ms)
+                alive -= self._resume(rank)
         assert alive == 0, f"{alive} ranks are waiting for an average that the others never reached"
 
     def _resume(self, rank: int) -> bool:
-        """Send results and receive effects until one takes time; true when the policy has ended."""
+        """Send results and receive effects until one takes time; returns true when the policy has ended."""
         policy = self.policies[rank]
         while True:
             try:
@@ -207,9 +234,12 @@ class VirtualClock:
     def _sleep(self, rank: int, duration_ms: float) -> None:
         clock = self.clocks[rank]
         clock.now_ms += duration_ms
-        heapq.heappush(self._heap, (clock.now_ms, rank))
+        self._wake_at(clock.now_ms, rank)
 
-    # Handlers return true when the rank is not to be resumed at once.
+    def _wake_at(self, now_ms: float, rank: int) -> None:
+        heapq.heappush(self._heap, (now_ms, rank, self._turns[rank]))
+
+    # Handlers return true if the rank must not be resumed immediately.
 
     def _nothing(self, rank: int, effect: Note | Expect) -> bool:
         return False
@@ -231,7 +261,7 @@ class VirtualClock:
         self.work.step(rank, effect.batch, effect.at)
         is_alone = len(self._meeting.arrivals_ms) == self.size - 1
         self._compute(rank, effect.batch, self.costs.alone_step_ms if is_alone else None)
-        heapq.heappush(self._heap, (self.clocks[rank].now_ms, rank))
+        self._wake_at(self.clocks[rank].now_ms, rank)
         return True
 
     def _take(self, rank: int, effect: Take) -> bool:
@@ -321,7 +351,7 @@ class VirtualClock:
             for peer, arrival_ms in meeting.arrivals_ms.items():
                 self._leave(peer, arrival_ms, last_ms, cost_ms)
                 self._inbox[peer] = result
-                heapq.heappush(self._heap, (self.clocks[peer].now_ms, peer))
+                self._wake_at(self.clocks[peer].now_ms, peer)
         return True
 
     def _leave(self, rank: int, arrival_ms: float, last_ms: float, cost_ms: float) -> None:
@@ -352,11 +382,42 @@ class VirtualClock:
     def _finish_merge(self, ranks: tuple[RankFacts, ...]) -> None:
         self.work.merge([facts.samples for facts in ranks])
 
+    # The end of a segment, where windows may stay open
+
+    def _await_others(self, rank: int, effect: AwaitOthers) -> bool:
+        now_ms, flight = self.clocks[rank].now_ms, self._flights.of(rank)
+        self._awaiting[rank] = now_ms
+        if len(self._awaiting) == self.size:
+            self._cross_border(now_ms)
+        elif flight.done_ms is not None:
+            self._wake_at(max(flight.done_ms, now_ms), rank)
+        return True
+
+    def _cross_border(self, now_ms: float) -> None:
+        """Let all ranks continue; called when every rank has taken its last step."""
+        taken_in = self._flights.taken_in
+        wants_end = self.wants_stop is not None and self.wants_stop()
+        for rank in list(self._awaiting):
+            self._stop_waiting(rank, now_ms)
+            self._inbox[rank] = Border(is_behind=taken_in[rank] < max(taken_in), wants_end=wants_end)
+            self._turns[rank] += 1
+            self._wake_at(now_ms, rank)
+
+    def _stop_waiting(self, rank: int, now_ms: float) -> None:
+        if rank in self._awaiting:
+            clock = self.clocks[rank]
+            clock.wait_ms += now_ms - self._awaiting.pop(rank)
+            clock.now_ms = now_ms
+
+    def _leave_open(self, rank: int, effect: LeaveOpen) -> bool:
+        self.open_windows[rank] = effect.window
+        return False
+
     def _begin(self, rank: int, effect: Begin) -> bool:
         self.work.snapshot(rank)
         clock = self.clocks[rank]
-        self._begun[rank] += 1
-        flight = self._flights[self._begun[rank]]
+        self._flights.begun[rank] += 1
+        flight = self._flights.of(rank)
         flight.facts[rank] = self._facts(rank, is_dry=effect.is_dry)
         flight.arrivals_ms[rank] = clock.now_ms
         clock.steps_since_snapshot = 0
@@ -376,15 +437,18 @@ class VirtualClock:
         flight.report = self._report(ranks, drift)
         for peer, since_ms in flight.waiting.items():
             self._land(peer, since_ms, flight)
+        for peer in self._awaiting:
+            if self._flights.of(peer) is flight:
+                self._wake_at(flight.done_ms, peer)
 
     def _poll(self, rank: int, effect: Poll) -> bool:
-        flight = self._flights[self._begun[rank]]
+        flight = self._flights.of(rank)
         if flight.done_ms is not None and flight.done_ms <= self.clocks[rank].now_ms:
             self._take_in(rank, flight)
         return False
 
     def _collect(self, rank: int, effect: Collect) -> bool:
-        flight = self._flights[self._begun[rank]]
+        flight = self._flights.of(rank)
         if flight.done_ms is None:
             flight.waiting[rank] = self.clocks[rank].now_ms
         else:
@@ -400,7 +464,7 @@ class VirtualClock:
         clock.last_waited_ms += waited_ms
         clock.now_ms = since_ms + waited_ms
         self._take_in(rank, flight)
-        heapq.heappush(self._heap, (clock.now_ms, rank))
+        self._wake_at(clock.now_ms, rank)
 
     def _take_in(self, rank: int, flight: _VirtualMeeting) -> None:
         if self.clocks[rank].steps_since_snapshot:
@@ -410,5 +474,6 @@ class VirtualClock:
         self._inbox[rank] = flight.report
         assert flight.done_ms is not None
         self.clocks[rank].last_average_ms = flight.done_ms - flight.arrivals_ms.pop(rank)
+        self._flights.taken_in[rank] += 1
         if not flight.arrivals_ms:
-            del self._flights[self._begun[rank]]
+            del self._flights.by_number[self._flights.begun[rank]]

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# This module keeps the group that exists at its import as a default argument. torch imports it with the first
-# optimizer, and the store's port would then stay open. So it is imported before a group exists.
+# This torch module keeps the group that exists at its import as a default argument. torch imports it with the first
+# optimizer, which would keep the store's port open. So we import it before any group exists.
 import torch.distributed.nn
 from torch._C._distributed_c10d import HashStore, Store
 
@@ -56,7 +56,7 @@ from outrider.world.store import WatchedStore, close_store, group_store, is_ours
 Fact = TypeVar("Fact", nccl_environment.NcclRank, HostAddress, NetworkInterface, RankBuild)
 
 _worlds = itertools.count()
-"""Counts the worlds that this process joined; all ranks join the same worlds in the same order."""
+"""Counts the worlds that this process has joined; all ranks join the same worlds in the same order."""
 
 
 class World:
@@ -95,7 +95,7 @@ class World:
         _use_device(link)
         lift_limit = limit_memory(link.spec, rank=link.rank)
         faults.arm(link.rank)
-        # Not kept in a variable: the traceback of an error would keep the store's port open.
+        # Keep the store in no local variable: the traceback of an error would keep the store's port open.
         world = cls(link=link, store=_open_store(link.environment, timeout_s=timeout_s), timeout_s=timeout_s)
         world._undo.callback(world._drop_store)
         world._undo.callback(faults.disarm)
@@ -110,7 +110,7 @@ class World:
 
     @classmethod
     def alone(cls, link: Link, *, timeout_s: float = 600.0) -> World:
-        """A world of this process only: no port, no group."""
+        """Open a world of this process only, without a port and without a process group."""
         _use_device(link)
         lift_limit = limit_memory(link.spec, rank=link.rank)
         faults.arm(link.rank)
@@ -146,7 +146,7 @@ class World:
         self.hosts = tuple(seat.host for seat in self._seats)
 
     def _leave_torchruns_store(self) -> None:
-        """Replace torchrun's store by a private one if all ranks are on one host."""
+        """Replace torchrun's store by a private store if all ranks are on one host."""
         exchange = partial(self.exchange_json, name="private stores")
         own = own_store(self.environment, exchange=exchange, timeout_s=self.timeout_s)
         if own is not None:
@@ -187,7 +187,7 @@ class World:
         return len({build.torch for build in self.builds}) == 1
 
     def _exchange_facts(self, own: Fact, *, name: str) -> tuple[Fact, ...]:
-        """Exchange a dataclass: the values of all ranks, in order of ranks."""
+        """Exchange a dataclass; returns the values of all ranks in rank order."""
         return tuple(type(own)(**fields) for fields in self.exchange_json(asdict(own), name=name))
 
     def __enter__(self) -> World:
@@ -197,7 +197,7 @@ class World:
         if error is None:
             self.await_leave()
         elif not self._give_up(error):
-            # A group that cannot be aborted ends only with the process.
+            # A group that cannot be aborted stays until the process ends.
             return
         self._undo.close()
 
@@ -207,7 +207,7 @@ class World:
         return self.abort_nccl()
 
     def await_leave(self) -> None:
-        """If rank 0 serves the store, it waits here for the others, because it must leave last."""
+        """If rank 0 serves the store, it waits here for the other ranks, because it must leave last."""
         if self.size == 1 or not self._is_served_by_rank_0:
             return
         meeting = self._post("barrier", "leave", None, what="all ranks to leave")
@@ -216,17 +216,17 @@ class World:
 
     def _drop_store(self) -> None:
         close_store(self.store.raw)
-        # torch's stores have no close(): they end with the last reference, and a traceback may keep this object.
+        # torch's stores have no close(): they close with the last reference, and a traceback may keep this object.
         del self.store, self.group_store
 
     def group_for(self, backend: str) -> dist.ProcessGroup:
-        """A new group of all ranks for averages with backend cpu (Gloo) or nccl."""
+        """Create a group of all ranks for averages with backend cpu (Gloo) or nccl."""
         if backend == "nccl":
             return self._join_nccl()
         return self._default_group.new("gloo")
 
     def collective_for(self, backend: str | BackendSpec, *, what: str = "parameters") -> RankCollective:
-        """The transport of averages with this backend; `what` names the cargo in errors."""
+        """Open the transport of averages with this backend; `what` names the averaged data in errors."""
         store = self.environment.store
         return backend_spec(backend).open(
             CollectiveContext(
@@ -251,7 +251,7 @@ class World:
         group = self._default_group.new("nccl")
         self._nccl_groups.append(group)
         try:
-            # NCCL creates communicators at their first use; doing it here gives a clear error.
+            # NCCL creates a communicator at its first use; using it here gives a clear error.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             torch.cuda.current_stream(self.device).synchronize()
         except RuntimeError as error:
@@ -274,20 +274,20 @@ class World:
 
     def barrier(self, what: str, timeout_s: float | None = None) -> None:
         """Wait until every rank has arrived; `what` describes the wait in error messages."""
-        # Without the number of the epoch, because otherwise the keys of every epoch would stay in the store.
+        # Remove numbers such as the epoch, because otherwise the keys of every epoch would stay in the store.
         name = re.sub(r"\d+", "", what)
         self._exchange("barrier", name, None, what=what, timeout_s=timeout_s)
 
     def exchange_json(
         self, value: Any, *, name: str = "values", what: str | None = None, timeout_s: float | None = None
     ) -> list[Any]:
-        """All-gather of JSON values, in order of ranks; `what` describes the wait in error messages."""
+        """All-gather of JSON values, in rank order; `what` describes the wait in error messages."""
         what = what or f"{name} of all ranks"
         meeting = self._exchange("exchange", name, value, what=what, timeout_s=timeout_s)
         return [json.loads(self.store.get(meeting.key(rank))) for rank in range(self.size)]
 
     def announce_exchange(self, name: str, *, what: str) -> None:
-        """Tell the others that this rank now goes to an exchange of this name, which all ranks must reach."""
+        """Tell the other ranks that this rank's next meeting is the exchange of this name, which all must reach."""
         if self.size > 1:
             place = f"exchange/{name}"
             crossed_waits.announce(
@@ -295,7 +295,7 @@ class World:
             )
 
     def gather_json(self, name: str, value: Any, timeout_s: float | None = None) -> list[Any] | None:
-        """Gather of JSON values on rank 0, in order of ranks; None on the other ranks, which do not wait."""
+        """Gather JSON values on rank 0, in rank order; None on the other ranks, which do not wait."""
         meeting = self._post("gather", name, value, what=f"{name} of all ranks")
         if self.rank != 0:
             return None
@@ -305,6 +305,25 @@ class World:
         for key in keys:
             self.store.delete_key(key)
         return values
+
+    def arrive(self, name: str, *, what: str) -> Meeting:
+        """Tell the other ranks that this rank has arrived, without waiting for them; see `have_arrived`.
+
+        Between two arrivals of the same name, all ranks must synchronize in another way.
+        """
+        meeting = self._post("arrival", name, None, what=what)
+        if meeting.number > 1:
+            self.store.delete_key(replace(meeting, number=meeting.number - 1).key(self.rank))
+        return meeting
+
+    def have_arrived(self, meeting: Meeting) -> bool:
+        """Whether all ranks have arrived."""
+        return self.store.check([meeting.key(rank) for rank in range(self.size)])
+
+    def refuse_absent(self, meeting: Meeting) -> None:
+        """Raise a WaitError that names the ranks that did not arrive in time."""
+        keys = [meeting.key(rank) for rank in range(self.size)]
+        await_keys(self.store, keys, rank=self.rank, what=meeting.what, limit_s=0.0, told_s=self.timeout_s)
 
     def _exchange(self, kind: str, name: str, value: Any, *, what: str, timeout_s: float | None) -> Meeting:
         meeting = self._post(kind, name, value, what=what)
@@ -343,7 +362,7 @@ def agree_on_interruption(link: Link, world: World) -> signal.Signals | None:
 
 
 def _open_store(environment: Environment, *, timeout_s: float) -> WatchedStore:
-    """The key prefix of this world: a program may open several worlds in turn on the same store."""
+    """Open the store with a key prefix for this world, because a program may open several worlds on the same store."""
     return WatchedStore(open_store(environment, timeout_s=timeout_s), environment).under(f"world{next(_worlds)}")
 
 
@@ -352,8 +371,8 @@ def _use_device(link: Link) -> None:
     torch.set_num_threads(link.num_threads)
     if link.owns_process:
         # The momentum of weights without gradient decays below 1e-38, and x86 is many times slower with such numbers.
-        # Set in all ranks or in none, because sums would differ in their last bits otherwise. Set before torch starts
-        # threads, which inherit the setting; a user's own process may have started some already.
+        # Set this in all ranks or in none, because sums would otherwise differ in their last bits. Set it before torch
+        # starts threads, which inherit the setting; a user's own process may have started some already.
         torch.set_flush_denormal(True)
     slice_check.check_share(link.spec, rank=link.rank)
     kind, index = link.spec.kind, link.spec.index
@@ -377,7 +396,7 @@ def _use_device(link: Link) -> None:
 def _use_cuda(link: Link) -> None:
     try:
         torch.cuda.set_device(link.spec.index)
-        # CUDA is initialised by the first allocation, which fails if another program holds the GPU exclusively.
+        # The first allocation initialises CUDA, and fails if another program holds the GPU exclusively.
         torch.empty(1, device=link.spec.torch_name)
     except RuntimeError as error:
         raise slice_check.unusable(link.spec, error, rank=link.rank) from error

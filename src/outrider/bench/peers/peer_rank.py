@@ -290,6 +290,7 @@ class PeerRank:
                 "policy": self.options["policy"],
                 "backend": self.setting.backend,
                 "devices": self.setting.devices,
+                "resumed_from": None,
                 "num_samples": self.feed.num_samples,
                 "parameters": sum(one.numel() for one in self.replica.model.parameters() if one.requires_grad),
                 "options": self.options,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from outrider.errors import ConfigError, nearest
 from outrider.policy.batch_splitter import Splitter
-from outrider.policy.effects import Lease, Policy, Seat
+from outrider.policy.effects import Lease, OpenWindow, Policy, Seat
 from outrider.policy.policies.asynchronous import asynchronous
 from outrider.policy.policies.auto import auto
 from outrider.policy.policies.balanced import balanced
@@ -58,7 +58,7 @@ _TABLE = (
         summary="each rank takes its planned number of steps, then all ranks average parameters",
         choose_when="averaging at every step is too slow",
         blocks_at_averages=True,
-        # With these momenta ResNet-20 learns what it does on one device: docs/log.md.
+        # With these momenta ResNet-20 learns as well as on one device: docs/log.md.
         outer_momentum="bold",
     ),
     PolicySpec(
@@ -80,13 +80,13 @@ _TABLE = (
 POLICY_TABLE = {spec.name: spec for spec in _TABLE}
 POLICIES = tuple(POLICY_TABLE)
 TRAINING_POLICIES = tuple(spec.name for spec in _TABLE if spec.averages)
-"""Those that end with one model, from the simplest to the fastest."""
+"""Policies that end with one model, from the simplest to the fastest."""
 FIXED_POLICIES = tuple(spec.name for spec in _TABLE if spec.averages and not spec.switches)
-"""Those of them that take the same kind of step throughout."""
+"""Training policies that take the same kind of step throughout."""
 SHARED_STEP_POLICIES = tuple(spec.name for spec in _TABLE if spec.shares_steps and not spec.switches)
 LOCAL_STEP_POLICIES = tuple(spec.name for spec in _TABLE if spec.averages and not spec.shares_steps)
 WHOLE_BATCH_POLICIES = tuple(spec.name for spec in _TABLE if spec.averages and not spec.batch_is_global)
-"""Those in which no batch is divided among ranks."""
+"""Training policies that do not divide a batch among ranks."""
 OUTER_STEP_POLICIES = tuple(spec.name for spec in _TABLE if spec.outer_momentum is not None)
 DEFAULT_POLICY: PolicyName = "auto"
 
@@ -117,8 +117,13 @@ def open_policy(
     max_overshoot: int,
     samples_after: int | None = None,
     chooser: PolicyChooser | None = None,
+    window: OpenWindow | None = None,
+    may_stay_open: bool = False,
 ) -> Policy:
-    """The generator of one segment of an epoch for one rank; `samples_after` of the run come after the segment."""
+    """The generator of one segment of an epoch for one rank; `samples_after` samples of the run follow the segment.
+
+    `window` is the one that the previous segment left open; with `may_stay_open` this segment may leave one open too.
+    """
     spec = policy_spec(policy)
     is_ours = spec.name in POLICY_TABLE
     make = one_rank if is_ours and spec.shares_steps and seat.world_size == 1 else spec.open
@@ -131,9 +136,11 @@ def open_policy(
             max_overshoot=max_overshoot,
             samples_after=samples_after,
             chooser=chooser or PolicyChooser(world_size=seat.world_size),
+            window=window,
+            may_stay_open=may_stay_open,
         )
     )
-    return opened if is_ours else checked(spec, opened, span)
+    return opened if is_ours else checked(spec, opened, span, may_stay_open=may_stay_open)
 
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Policy `auto`: the steps of one device at first, local steps once they are expected to learn more per second.
 
-Opens `balanced` or `async` for a segment, as the chooser says, and asks the chooser after every report. When it changes
-its mind, the segment ends on all ranks, and the rest of it is opened with the other policy.
+Opens `balanced` or `async` for a segment, as the chooser says, and asks the chooser after every report. When the
+chooser changes its mind, the segment ends on all ranks and the other policy trains the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.policy.policy_chooser import PolicyChooser
 from outrider.policy.policy_spec import SegmentContext
 
 Learn = Callable[[AverageReport, int], list[Decision]]
-"""Takes in a report, and the samples of the segment up to it."""
+"""Receives a report and the number of samples of the segment up to it."""
 
 
 def auto(segment: SegmentContext) -> Policy:
@@ -30,6 +30,7 @@ def auto(segment: SegmentContext) -> Policy:
         done = yield from _watched(
             chooser, asynchronous(segment), lambda report, _: chooser.learn_local(report, segment.planner)
         )
+        done -= segment.window.unaccounted if segment.window is not None else 0
     if chooser.is_exact == was_exact:
         return
     if not was_exact:
@@ -43,7 +44,7 @@ def _judge_exact(segment: SegmentContext, report: AverageReport, done: int) -> l
 
 
 def _watched(chooser: PolicyChooser, policy: Policy, learn: Learn) -> Generator[Effect, Any, int]:
-    """Run a policy up to the report with which the chooser changes its mind; returns the samples of all reports."""
+    """Run a policy until a report makes the chooser change its mind; returns the samples of all reports."""
     was_exact, done = chooser.is_exact, 0
     result: Any = None
     while True:
