@@ -134,6 +134,31 @@ def flat(batches: Seen) -> list[int]:
     return [sample for batch in batches for sample in batch]
 
 
+def negative(samples: list[Any]) -> torch.Tensor:
+    """A collate function of an evaluation, told by its sign."""
+    return -torch.stack([sample[0] for sample in samples])
+
+
+def test_an_evaluation_uses_batch_size_and_collate_of_its_own_loader(train: Trainer) -> None:
+    evaluated: list[list[int]] = []
+
+    def evaluate(model: nn.Module, batch: Any) -> float:
+        evaluated.append([int(number) for number in batch])
+        return float(batch.mean())
+
+    loader = DataLoader(NUMBERS, batch_size=8, collate_fn=negative)
+    run = train(DataLoader(NUMBERS, 4), eval_dataset=loader, evaluate=evaluate, epochs=1)
+    run.join()
+    assert evaluated == [[-n for n in range(8)], [-n for n in range(8, 16)], [-16, -17, -18, -19]]
+    assert [epoch.eval for epoch in run] == [-9.5]
+
+
+def test_workers_of_an_evaluation_read_its_data(train: Trainer) -> None:
+    loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, collate_fn=negative)
+    run = train(NUMBERS, eval_dataset=loader, evaluate=lambda model, batch: float(batch.mean()), epochs=1)
+    assert [epoch.eval for epoch in run] == [-9.5]
+
+
 def test_a_subset_is_used_once_in_a_new_order_each_epoch(train: Trainer, seen: Seen) -> None:
     train(DataLoader(NUMBERS, 4, sampler=SubsetRandomSampler([1, 3, 5, 7, 9, 11, 13]))).join()
     assert sorted(flat(seen[:2])) == sorted(flat(seen[2:])) == [1, 3, 5, 7, 9, 11, 13]
@@ -364,9 +389,21 @@ def test_a_recorded_run_is_done_again_on_the_same_samples(
         ),
         (
             NUMBERS,
-            {"eval_dataset": DataLoader(NUMBERS, batch_size=4), "evaluate": print},
-            "eval_dataset is a DataLoader, and evaluate= gets samples of a data set",
-            "pass the data set itself: eval_dataset=loader.dataset",
+            {"eval_dataset": DataLoader(NUMBERS, batch_size=4, drop_last=True), "evaluate": print},
+            "eval_dataset is a DataLoader with drop_last=True, and an evaluation takes each sample once",
+            "leave drop_last out",
+        ),
+        (
+            NUMBERS,
+            {"eval_dataset": DataLoader(NUMBERS, batch_size=4, sampler=SubsetRandomSampler([1, 2])), "evaluate": print},
+            "eval_dataset is a DataLoader with SubsetRandomSampler, and an evaluation takes each sample once",
+            "pass the samples to evaluate: eval_dataset=torch.utils.data.Subset(dataset, indices)",
+        ),
+        (
+            NUMBERS,
+            {"eval_dataset": DataLoader(Counted(), batch_size=4), "evaluate": print},
+            "eval_dataset is Counted, an iterable data set",
+            "make it a list of its samples: eval_dataset=list(stream)",
         ),
         (
             NUMBERS,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from outrider.api.loaders import loader_settings, refuse_to_override
 from outrider.data.feed import is_factory
-from outrider.data.loading import LoadedData
+from outrider.data.loading import LoadedData, LoadedEvaluation
 from outrider.data.order import shuffled
 from outrider.data.sample_sequence import SampleSequence
 from outrider.data.stream_feed import is_stream, refuse_for_stream, stream_length
@@ -26,23 +26,47 @@ def read_data(dataset: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
     if isinstance(dataset, DataLoader):
         told = _of_loader(dataset, told)
         loading, dataset = told.pop("loading"), dataset.dataset
-    if isinstance(told.get("eval_dataset"), DataLoader):
-        raise ConfigError(
-            "eval_dataset is a DataLoader, and evaluate= gets samples of a data set",
-            hint="pass the data set itself: eval_dataset=loader.dataset",
-        )
-    if is_stream(told.get("eval_dataset")):
-        raise ConfigError(
-            f"eval_dataset is {type(told['eval_dataset']).__name__}, an iterable data set",
-            hint="make it a list of its samples: eval_dataset=list(stream)",
-        )
-    if _is_empty(told.get("eval_dataset")):
-        raise ConfigError("eval_dataset is empty", hint="check its path, split or filter, or leave evaluate out")
+    if "eval_dataset" in told:
+        told["eval_dataset"] = _evaluated(told["eval_dataset"])
     if is_stream(dataset) or told.get("length") is not None:
         told |= _of_stream(dataset, told)
     if told.get("order") is not None:
         told |= _of_order(told)
     return dataset if loading is None else LoadedData(dataset=dataset, loading=loading), told
+
+
+def _evaluated(given: Any) -> Any:
+    """The data of an evaluation, with the settings of its DataLoader if it has one."""
+    dataset = given.dataset if isinstance(given, DataLoader) else given
+    if is_stream(dataset):
+        raise ConfigError(
+            f"eval_dataset is {type(dataset).__name__}, an iterable data set",
+            hint="make it a list of its samples: eval_dataset=list(stream)",
+        )
+    if _is_empty(dataset):
+        raise ConfigError("eval_dataset is empty", hint="check its path, split or filter, or leave evaluate out")
+    return _of_evaluation_loader(given) if isinstance(given, DataLoader) else given
+
+
+def _of_evaluation_loader(loader: DataLoader[Any]) -> LoadedEvaluation:
+    found = loader_settings(loader)
+    sequence = found.get("sequence")
+    if sequence is not None:
+        raise ConfigError(
+            f"eval_dataset is a DataLoader with {sequence.name}, and an evaluation takes each sample once",
+            hint="pass the samples to evaluate: eval_dataset=torch.utils.data.Subset(dataset, indices)",
+        )
+    if found["drop_last"]:
+        raise ConfigError(
+            "eval_dataset is a DataLoader with drop_last=True, and an evaluation takes each sample once",
+            hint="leave drop_last out",
+        )
+    return LoadedEvaluation(
+        loaded=LoadedData(dataset=loader.dataset, loading=found["loading"]),
+        batch_size=found["batch_size"],
+        workers=found["workers"],
+        collate=found.get("collate"),
+    )
 
 
 def _is_empty(dataset: Any) -> bool:

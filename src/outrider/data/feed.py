@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from outrider.data.augmented_feed import AugmentedFeed, AugmentFunction
-from outrider.data.loading import LoadedData, Loading
+from outrider.data.loading import LoadedData, LoadedEvaluation, Loading
 from outrider.data.packed_batch import Feed
 from outrider.data.sample_reader import Collate, ItemFeed, to_device
 from outrider.data.stream_feed import StreamFeed, is_stream, refuse_iterators
@@ -21,7 +21,16 @@ from outrider.data.tensor_table import TensorFeed, TensorTable, as_table, host_f
 from outrider.data.worker_feed import WorkerFeed
 from outrider.errors import ConfigError, DataError
 
-__all__ = ["Feed", "ItemFeed", "TensorFeed", "WorkerFeed", "make_feed", "open_dataset", "to_device"]
+__all__ = [
+    "Feed",
+    "ItemFeed",
+    "TensorFeed",
+    "WorkerFeed",
+    "make_evaluation_feed",
+    "make_feed",
+    "open_dataset",
+    "to_device",
+]
 
 Resident = bool | Literal["auto"]
 
@@ -57,6 +66,22 @@ def make_feed(
             loading=loading or Loading(),
         )
     return feed if augment is None else AugmentedFeed(feed, augment, device=target, seed=seed)
+
+
+def make_evaluation_feed(
+    dataset: Any,
+    *,
+    device: torch.device | str,
+    seed: int,
+    workers: int = 0,
+    collate: Collate | None = None,
+    resident: Resident = "auto",
+) -> Feed:
+    """Create the feed of an evaluation; settings of its own DataLoader replace those of training."""
+    if isinstance(dataset, LoadedEvaluation):
+        dataset, workers, collate = dataset.loaded, dataset.workers, dataset.collate
+        resident = resident if collate is None else "auto"
+    return make_feed(dataset, device=device, seed=seed, workers=workers, collate=collate, resident=resident)
 
 
 def _plain_feed(

@@ -31,3 +31,13 @@ class LoadedData:
 
     dataset: Any
     loading: Loading
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedEvaluation:
+    """The data of an evaluation with the settings of its own DataLoader, which may differ from those for training."""
+
+    loaded: LoadedData
+    batch_size: int
+    workers: int
+    collate: Callable[[list[Any]], Any] | None

@@ -38,15 +38,23 @@ class EvaluationSums:
 
 
 class Evaluation:
-    """The user's evaluate function over the evaluation data set."""
+    """The user's evaluate function over the evaluation data set; `batch_size` is that of its DataLoader, if any."""
 
-    def __init__(self, replica: Replica, feed: Feed, open_leases: OpenLeases, *, world_size: int) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        feed: Feed,
+        open_leases: OpenLeases,
+        *,
+        world_size: int,
+        batch_size: int | None = None,
+    ) -> None:
         self._replica = replica
         self._feed = feed
         self._open_leases = open_leases
         self._share = 1 / world_size
         # Without a backward pass, twice the training batch fits in memory.
-        self._batch_size = max(256, 2 * replica.batch_size)
+        self._batch_size = batch_size or max(256, 2 * replica.batch_size)
         feed.start_epoch(in_order(feed.num_samples), 0)
 
     def run(self, key: str, *, catch_up_s: float = 0.0, is_alone: bool = False) -> EvaluationSums:

@@ -17,7 +17,8 @@ from torch import Tensor
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.data.epoch_orders import EpochOrders
 from outrider.data.epoch_pass import EpochPass
-from outrider.data.feed import Feed, make_feed
+from outrider.data.feed import Feed, make_evaluation_feed, make_feed
+from outrider.data.loading import LoadedEvaluation
 from outrider.errors import DeviceError, named
 from outrider.policy.effects import Decision
 from outrider.policy.remaining import Remaining
@@ -193,8 +194,23 @@ class TrainRun:
     def _open_evaluation(self) -> Evaluation | None:
         if self._recipe.evaluate is None:
             return None
-        feed = self._open_feed(self._recipe.eval_dataset)
-        return Evaluation(self._replica, feed, partial(open_leases, self._world), world_size=self._world.size)
+        data, config = self._recipe.eval_dataset, self._config
+        feed = make_evaluation_feed(
+            data,
+            device=self._world.device,
+            seed=self._recipe.seed,
+            workers=config.workers,
+            collate=config.collate,
+            resident=config.resident,
+        )
+        self._feeds.append(feed)
+        return Evaluation(
+            self._replica,
+            feed,
+            partial(open_leases, self._world),
+            world_size=self._world.size,
+            batch_size=data.batch_size if isinstance(data, LoadedEvaluation) else None,
+        )
 
     # Epochs
 

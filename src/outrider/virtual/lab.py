@@ -14,7 +14,7 @@ import torch
 
 from outrider.data.epoch_orders import EpochOrders
 from outrider.data.epoch_pass import EpochPass
-from outrider.data.feed import Feed, make_feed
+from outrider.data.feed import Feed, make_evaluation_feed
 from outrider.data.order import in_order
 from outrider.errors import ConfigError
 from outrider.policy.batch_splitter import Splitter
@@ -111,7 +111,7 @@ class Lab:
         self.num_samples = self.extent.epoch_samples
         self.eval_feed: Feed | None = None
         if recipe.evaluate is not None:
-            self.eval_feed = make_feed(recipe.eval_dataset, device=torch.device("cpu"), seed=recipe.seed)
+            self.eval_feed = make_evaluation_feed(recipe.eval_dataset, device="cpu", seed=recipe.seed)
             self.eval_feed.start_epoch(in_order(self.eval_feed.num_samples), 0)
         self.planners = [
             WindowPlanner(recipe.planner_config(self.size, batch_size=recipe.mean_batch_size)) for _ in bench.speeds
