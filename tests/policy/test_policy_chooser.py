@@ -74,8 +74,9 @@ def test_shared_steps_that_bring_nearly_all_stay_and_say_so_once() -> None:
     [decision] = decisions
     assert (decision.kind, decision.value) == ("policy", "exact")
     assert decision.reason.startswith(
-        "ranks share every step: 1.35x the fastest rank alone; local steps would learn 0."
+        "ranks share every step, 1.35x the fastest rank alone; local steps would learn 0."
     )
+    assert decision.reason.endswith("x as much per second")
 
 
 def test_a_rank_that_works_alone_beside_an_equal_one_goes_local() -> None:
@@ -89,13 +90,13 @@ def test_a_promise_within_the_error_of_what_a_sample_is_worth_is_none() -> None:
     chooser = PolicyChooser(world_size=2)
     [decision] = exact(chooser, Measured(1.0, (1.0, 0.8), lone=0))
     assert (decision.value, chooser.is_exact) == ("exact", True)
-    assert decision.reason.endswith("local steps would learn 1.11x of that per second")
+    assert decision.reason.endswith("local steps would learn 1.11x as much per second, 1.2x is needed")
 
 
 def test_a_much_slower_rank_is_not_worth_it() -> None:
     chooser = PolicyChooser(world_size=2)
     [decision] = exact(chooser, Measured(1.0, (1.0, 0.1), lone=0), steps=9)
-    assert decision.reason.startswith("rank 0 works alone, as sharing steps costs more: 1.00x the fastest rank alone")
+    assert decision.reason.startswith("rank 0 alone is faster than sharing; local steps would learn 0.")
 
 
 @pytest.mark.parametrize(("rate", "own"), [(None, (1.0, 1.0)), (1.0, None)])

@@ -81,13 +81,12 @@ class PolicyChooser:
         return [self._change(report, is_exact=False, reason=_promise(gain, local_rate / rate, worth))]
 
     def _stays(self, splitter: Splitter, gain: float) -> str:
-        lone = splitter.lone
-        how = "ranks share every step" if lone is None else f"rank {lone} works alone, as sharing steps costs more"
         best = max(splitter.own_rates or (self._exact_rate,))
-        return (
-            f"{how}: {self._exact_rate / best:.2f}x the fastest rank alone; "
-            f"local steps would learn {gain:.2f}x of that per second"
-        )
+        how = f"ranks share every step, {self._exact_rate / best:.2f}x the fastest rank alone"
+        if splitter.lone is not None:
+            how = f"rank {splitter.lone} alone is faster than sharing"
+        words = f"{how}; local steps would learn {gain:.2f}x as much per second"
+        return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"
 
     def _told_once(self, reason: str) -> list[Decision]:
         if self._has_told:
