@@ -72,6 +72,7 @@ def test_the_first_line_counts_many_devices() -> None:
     [
         (Outer(), False, 1.0, None),
         (Outer(), False, 1.5, "learning rate x 1.5"),
+        (Outer(), False, "auto", 'learning rate unchanged by lr_scale="auto"'),
         (Outer(), True, "auto", "learning rate scaled by the effective number of ranks (lr_scale=1.0: off)"),
         (Outer(kind="nesterov"), False, 1.0, 'outer Nesterov step (outer="none": off)'),
     ],

@@ -17,7 +17,9 @@ def learning_words(compensation: Compensation, *, lr_scale: float | Literal["aut
     if compensation.follows_ranks:
         return "learning rate scaled by the effective number of ranks (lr_scale=1.0: off)"
     changes = []
-    if lr_scale not in ("auto", 1.0):
+    if lr_scale == "auto":
+        changes.append('learning rate unchanged by lr_scale="auto"')
+    elif lr_scale != 1.0:
         changes.append(f"learning rate x {lr_scale:g}")
     if compensation.outer.kind != "none":
         changes.append(f'outer {_KINDS[compensation.outer.kind]} step (outer="none": off)')
