@@ -40,23 +40,22 @@ class EpochAccounting:
         """Whether a checkpoint was due by rank 0's clock when the accounting was last closed."""
         self.so_far: list[RankAccount] = []
         """Accounts of all ranks in the middle of an epoch; empty once the accounting is closed."""
+        self.seconds_before = 0.0
+        """Training time of this epoch before the checkpoint from which it continues, the same on all ranks."""
         self._before: RankAccount | None = None
-        """This rank's part of the epoch before the checkpoint from which it continues."""
+        """This rank's part of the epoch before that checkpoint, without its time."""
         self._drained = (0.0, 0)
         self._logged: dict[str, tuple[float, float]] = {}
-
-    @property
-    def seconds_before(self) -> float:
-        """Training time of this epoch before the checkpoint from which it continues."""
-        return 0.0 if self._before is None else self._before.seconds
 
     def go_on(self, told: Sequence[dict[str, Any]]) -> None:
         """Continue an epoch that began before a checkpoint: `told` holds the accounts of the ranks of that world."""
         accounts = self.so_far = [RankAccount(**fields) for fields in told]
-        mine = accounts[self._world.rank :: self._world.size]
-        # If fewer ranks continue, each also takes over accounts of missing ranks, but without adding their time.
-        for account in mine:
-            self._before = account if self._before is None else account.after(replace(self._before, seconds=0.0))
+        # Ranks of that world worked at the same time: the time of the longest counts, whichever ranks continue.
+        self.seconds_before = max((account.seconds for account in accounts), default=0.0)
+        # If fewer ranks continue, each also takes over accounts of missing ranks.
+        for account in accounts[self._world.rank :: self._world.size]:
+            timeless = replace(account, seconds=0.0)
+            self._before = timeless if self._before is None else timeless.after(self._before)
 
     def open(self) -> None:
         self._drained, self._logged = (0.0, 0), {}
@@ -82,7 +81,7 @@ class EpochAccounting:
         )
         told_s = time.perf_counter()
         accounts = self.accounts = self._exchange(account, what=f"the end of epoch {epoch}")
-        self._before, self.so_far = None, []
+        self._before, self.seconds_before, self.so_far = None, 0.0, []
         self.is_checkpoint_due = accounts[0].is_checkpoint_due
         recorder = self._recorder
         has_evaluated = any(one.eval_s for one in accounts)
@@ -150,7 +149,7 @@ class EpochAccounting:
             averages=meter.averages,
             average_cost_s=meter.average_cost_s,
             wait_s=meter.average_wait_s,
-            seconds=seconds,
+            seconds=self.seconds_before + seconds,
             eval_s=evaluated.seconds,
             catch_up_s=evaluated.catch_up_s,
             wants_stop=wants_stop,
