@@ -20,6 +20,7 @@ from outrider.policy.window_planner import PlannerConfig, WindowPlanner
 from outrider.virtual.virtual_clock import Costs, Flights, RankClock, VirtualClock
 
 LOCAL = ("async", "cadence")
+MOST_REPORTS = 20_000
 
 
 @dataclass
@@ -35,6 +36,10 @@ class Run:
     """Of the whole run, as each rank's steps see it."""
     reports: list[AverageReport] = field(default_factory=list)
     clocks: list[RankClock] = field(default_factory=list)
+
+    def count(self, report: AverageReport) -> None:
+        self.reports.append(report)
+        assert len(self.reports) < MOST_REPORTS, "ranks average for ever"
 
     @property
     def waited_ms(self) -> float:
@@ -57,6 +62,7 @@ def drive(
     anchor: int | None = None,
     max_batch_diff: int | None = None,
     shares: tuple[float, ...] | None = None,
+    max_overshoot: int = 4,
     wants_stop: Callable[[], bool] | None = None,
     step_ms: Callable[[int, int], float] | None = None,
 ) -> Run:
@@ -92,7 +98,7 @@ def drive(
                     Lease(0, num_samples),
                     planner=planners[rank],
                     splitter=splitters[rank],
-                    max_overshoot=4,
+                    max_overshoot=max_overshoot,
                     samples_after=(epochs - 1 - epoch) * num_samples,
                     chooser=choosers[rank],
                     window=opened.get(rank),  # type: ignore[arg-type]
@@ -110,7 +116,7 @@ def drive(
             clocks=clocks,
             windows_before=windows,
             on_effect=saw,
-            on_report=lambda now, report: run.reports.append(report),
+            on_report=lambda now, report: run.count(report),
             wants_stop=wants_stop,
             flights=flights,
         )
@@ -138,6 +144,7 @@ WORLDS = st.lists(st.floats(1.0, 20.0), min_size=2, max_size=4)
     anchor=st.sampled_from([None, 1, 3, 40]),
     average_ms=st.sampled_from([0.0, 0.3, 5.0, 60.0]),
     max_batch_diff=st.sampled_from([None, None, 1]),
+    max_overshoot=st.sampled_from([0, 4]),
 )
 @settings(max_examples=150, deadline=None)
 def test_each_epoch_uses_every_sample_once_and_averages_account_for_all(
@@ -149,6 +156,7 @@ def test_each_epoch_uses_every_sample_once_and_averages_account_for_all(
     anchor: int | None,
     average_ms: float,
     max_batch_diff: int | None,
+    max_overshoot: int,
 ) -> None:
     run = drive(
         policy,
@@ -159,6 +167,7 @@ def test_each_epoch_uses_every_sample_once_and_averages_account_for_all(
         anchor=anchor,
         average_ms=average_ms,
         max_batch_diff=max_batch_diff,
+        max_overshoot=max_overshoot,
     )
     assert run.uses == [Counter(range(num_samples))] * epochs
     assert sum(report.samples for report in run.reports) == epochs * num_samples
@@ -203,6 +212,21 @@ def test_a_wish_to_stop_ends_all_ranks_in_the_same_epoch(
     # Whatever was not done of the last epoch is left in its ledger.
     assert done + run.left[-1] == len(run.uses) * num_samples
     assert run.is_open[-1] == set()
+
+
+def test_a_rank_for_which_no_batch_is_planned_notices_the_end_of_the_epoch() -> None:
+    shares = (0.9, 0.09, 0.01)
+    run = drive("async", epochs=2, num_samples=20, paces=[1.0] * 3, shares=shares, max_overshoot=0)
+    assert run.uses == [Counter(range(20))] * 2
+    assert run.is_open == [{0, 1, 2}, set()]
+
+
+def test_a_wish_to_stop_ends_an_open_window_of_cadence_with_its_epoch() -> None:
+    asked = iter([False, False])
+    run = drive("cadence", **EQUAL | {"num_samples": 40, "anchor": 1000}, wants_stop=lambda: next(asked, True))
+    # The wish comes while ranks meet at the end of the third of eight epochs.
+    assert run.is_open == [{0, 1}, {0, 1}, set()]
+    assert [report.samples for report in run.reports] == [120]
 
 
 EQUAL: dict[str, Any] = {"epochs": 8, "paces": [1.0, 1.0], "shares": (0.5, 0.5)}

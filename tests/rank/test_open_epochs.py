@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,23 @@ from torch.utils.data import TensorDataset
 
 import outrider
 from outrider.data.order import with_rest
-from outrider.policy.effects import Lease
+from outrider.policy.effects import (
+    AverageReport,
+    AwaitOthers,
+    Begin,
+    Collect,
+    Decision,
+    EndSegment,
+    GiveBack,
+    Lease,
+    LeaveOpen,
+    OpenWindow,
+    Policy,
+    Step,
+    Take,
+)
+from outrider.policy.policies.auto import auto
+from outrider.policy.policy_spec import PolicySpec, SegmentContext
 from outrider.policy.remaining import Remaining
 from outrider.record import checkpoint_files
 from outrider.replica.recipe import Recipe
@@ -235,3 +252,84 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(policy: str, tmp_path: Path)
     train(tmp_path / "again", resume=tmp_path / "run", **setting).join()
     epochs = json.loads((tmp_path / "again" / "record.json").read_text())["epochs"]
     assert [(epoch["epoch"], epoch["samples"]) for epoch in epochs] == [(n, SIZE) for n in range(40)]
+
+
+# Policies of tests: what the policies of Outrider do only in rare moments
+
+
+@dataclass
+class GoesLocal:
+    """A chooser that takes local steps after the first epoch, whatever was measured."""
+
+    is_exact: bool = True
+    changed_at: int = 0
+    fastest: int = 0
+
+    def learn_exact(self, report: AverageReport, splitter: object, left: int | None) -> list[Decision]:
+        if not self.is_exact or left != SIZE * (EPOCHS - 1):
+            return []
+        self.is_exact, self.changed_at = False, report.window
+        return [Decision("policy", "local", "the first epoch is over")]
+
+    def learn_local(self, report: AverageReport, planner: object) -> list[Decision]:
+        return []
+
+
+CHOOSER = GoesLocal()
+
+
+def auto_that_goes_local(segment: SegmentContext) -> Policy:
+    return auto(replace(segment, chooser=CHOOSER))  # type: ignore[arg-type]
+
+
+def test_a_rank_without_planned_batches_takes_part_when_auto_goes_local(tmp_path: Path) -> None:
+    """One rank works alone until the others are brought up to date; the slowest then gets no batch in an epoch."""
+    policy = PolicySpec(
+        name="scripted", open=auto_that_goes_local, shares_steps=True, batch_is_global=True, switches=True
+    )
+    setting = {"devices": "cpu,cpu@0.15,cpu@0.02", "batch_size": 40, "timeout_s": 30}
+    epochs = train(tmp_path / "run", policy=policy, **setting).join().epochs
+    assert [epoch.samples for epoch in epochs] == [SIZE] * EPOCHS
+
+
+LEASED = 24
+
+
+def one_rank_leases_nothing(segment: SegmentContext) -> Policy:
+    """In the second epoch rank 0 only takes part in averages, and the epoch ends early."""
+    if segment.window is not None:
+        mine = 0
+        if segment.seat.rank:
+            lease: Lease = yield Take(LEASED, share=0.5)
+            batch, *others = lease.batches(BATCH)
+            yield Step(batch, at=batch.start)
+            mine = batch.count
+            yield Collect()
+            if others:
+                yield GiveBack(Lease(others[0].start, lease.stop - others[0].start))
+        else:
+            yield Collect()
+        yield Begin(samples=mine, is_dry=False)
+        yield Collect()
+        yield EndSegment()
+        return
+    samples = 0
+    while (lease := (yield Take(2 * BATCH, share=0.5))) is not None:
+        for batch in lease.batches(BATCH):
+            yield Step(batch, at=batch.start)
+            samples += batch.count
+    yield Begin(samples=samples, is_dry=False)
+    if not segment.may_stay_open:
+        yield Collect()
+        return
+    while (yield AwaitOthers()) is None:
+        pass
+    yield LeaveOpen(OpenWindow(samples=0, flying=samples, unaccounted=segment.span.count))
+
+
+def test_all_ranks_agree_what_is_left_where_one_of_them_leased_nothing(tmp_path: Path) -> None:
+    policy = PolicySpec(name="scripted", open=one_rank_leases_nothing)
+    train(tmp_path / "run", policy=policy, devices="cpu,cpu,cpu", epochs=3, timeout_s=30).join()
+    left = [[rank[-1][1] for rank in ranks] for ranks in schedule(tmp_path / "run")["segments"]]
+    assert all(ranks == [ranks[0]] * 3 for ranks in left)
+    assert uses(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(3)}

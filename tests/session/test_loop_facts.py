@@ -217,3 +217,19 @@ def test_losses_of_a_step_that_a_pass_leaves_unfinished_do_not_count(session: Op
         last = s.metrics
     assert last is not None
     assert last.loss == pytest.approx(sum(whole[:4]) / 4)
+
+
+def test_the_loss_of_an_accumulated_step_counts_in_full_across_a_checkpoint(
+    session: OpenSession, model: nn.Module
+) -> None:
+    with session(policy="sync", checkpoint_every="0.001s") as s:
+        s.prepare(model, sgd(model))
+        for _ in s.epochs(1):
+            for number, batch in enumerate(s.batches(data(400), batch_size=4)):
+                # Four quarters of a loss of 1 make one step.
+                s.backward(model(batch[0]).sum() * 0 + 0.25)
+                if number % 4 == 3:
+                    s.optimizer_step()
+        last = s.metrics
+    assert last is not None
+    assert last.loss == pytest.approx(1.0)

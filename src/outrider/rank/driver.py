@@ -220,7 +220,9 @@ class Driver:
 
     def steps(self, segment: Segment) -> StepEffects:
         """Run a segment; yields its steps for the caller to execute, and receives a report for each."""
-        self._segment, self._has_leased = segment, False
+        self._segment = segment
+        # After an open window a rank may come to the end of the segment without a lease of its own.
+        self._has_leased = self._has_leased and self._open_window is not None
         window, self._open_window = self._open_window, None
         self._reached_before = self._reached + (0 if window is None else window.unaccounted)
         is_within_pass = self._is_cut or self._is_paused
@@ -247,8 +249,9 @@ class Driver:
                     self._record_end(segment.schedule)
                 activity.enter("epoch boundary")
                 return
-            # From here on all ranks step. They also ask for their first lease together, so all reach this collective.
-            if isinstance(effect, SharedStep | Merge | Take):
+            # From here on all ranks step. Each asks for its first lease or, where nothing is planned for it, begins its
+            # first average at the same place, so all reach this collective.
+            if isinstance(effect, SharedStep | Merge | Take | Begin):
                 self.catch_up()
             if isinstance(effect, Step | SharedStep):
                 if segment.schedule is not None:

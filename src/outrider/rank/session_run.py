@@ -342,6 +342,7 @@ class SessionRun:
 
     def _end_pass(self) -> None:
         assert self._pass is not None
+        self.loop.end_pass()
         self._trained_s += self._pass.seconds
         driver = self._life.driver
         # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.

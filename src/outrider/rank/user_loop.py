@@ -87,7 +87,6 @@ class UserLoop:
         self.is_leaving = self.has_followed = False
         self._done, self._least = [], min(2, segment.batch_size)
         self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
-        self._num_batches = self._num_steps = self._num_own_steps = 0
         self._steps = self._driver.steps(segment)
 
     def next_batch(self) -> Any | None:
@@ -143,10 +142,14 @@ class UserLoop:
             return self._steps.send(report)
         except StopIteration:
             self._steps = None
-            self._tell_idle_pass()
-            self._tell_lossless_pass()
-            self._replica.losses.end_pass()
             return None
+
+    def end_pass(self) -> None:
+        """Close the counts of a pass, whose segments may have been cut in the middle of an accumulated step."""
+        self._tell_idle_pass()
+        self._tell_lossless_pass()
+        self._replica.losses.end_pass()
+        self._num_batches = self._num_steps = self._num_own_steps = 0
 
     def _tell_lossless_pass(self) -> None:
         if self._num_own_steps and not self._replica.loss_sums.has_losses and not self._has_told_lossless:

@@ -49,7 +49,8 @@ def asynchronous(segment: SegmentContext) -> Policy:
     while True:
         plan = planner.window(span.count, run_left=segment.run_left(state.reached))
         yield Note(plan.decision)
-        yield from _steps(state, goal=plan.batches[seat.rank], max_overshoot=segment.max_overshoot)
+        # A rank for which nothing is planned asks as well: only then does it learn that the segment has ended.
+        yield from _steps(state, goal=max(1, plan.batches[seat.rank]), max_overshoot=segment.max_overshoot)
         if may_stay_open and state.has_ended:
             border = yield from _await_others(state)
             if not border.wants_end and not state.ends_early:

@@ -11,6 +11,8 @@ from outrider.policy.effects import (
     NEW_WINDOW,
     Average,
     AverageReport,
+    AwaitOthers,
+    Border,
     Expect,
     LeaveOpen,
     Note,
@@ -42,8 +44,11 @@ def cadence(segment: SegmentContext) -> Policy:
         cursor += plan.total
         samples = window.samples + lease.count
         if plan.stays_open:
-            yield LeaveOpen(OpenWindow(samples=samples, unaccounted=window.unaccounted + plan.total))
-            return
+            border: Border = yield AwaitOthers()
+            # A request to stop or a due checkpoint needs the average now.
+            if not border.wants_end:
+                yield LeaveOpen(OpenWindow(samples=samples, unaccounted=window.unaccounted + plan.total))
+                return
         report: AverageReport = yield Average(samples=samples)
         window = NEW_WINDOW
         for decision in planner.learn(report):
