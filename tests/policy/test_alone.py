@@ -139,6 +139,22 @@ def test_what_was_measured_before_a_trial_of_sharing_is_not_counted_after_it() -
     assert alone.rank == 0
 
 
+@pytest.mark.parametrize(("steps_left", "steps"), [(None, STRETCH_MIN), (5_000, STRETCH_MIN), (400, 8), (40, 4)])
+def test_a_trial_takes_little_of_a_short_run(steps_left: int | None, steps: int) -> None:
+    alone = Alone()
+    while alone.rank is None:
+        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL, steps_left=steps_left)
+    assert alone.stretch == steps
+
+
+@pytest.mark.parametrize(("steps_left", "ends"), [(40, True), (5_000, False)])
+def test_a_trial_that_loses_too_much_of_the_run_is_not_completed(steps_left: int, ends: bool) -> None:
+    alone = going_alone()
+    for _ in range(2):
+        alone.alone(stretch(ms=2.4, batches=4), steps_left=steps_left)
+    assert (alone.rank is None) == ends
+
+
 def test_short_stretches_are_judged_together() -> None:
     alone = going_alone(shared_ms=2.0)
     reasons = [alone.alone(stretch(ms=9.0, batches=3)) for _ in range(7)]

@@ -42,6 +42,11 @@ STRETCH_MIN, STRETCH_MAX = 16, 1024
 LONGEST_STRETCH_S = 30.0
 FIRST_STRETCH = 1
 """Batches of the first stretch of a rank that has no measurement yet."""
+# A trial of one rank alone has two stretches, a warm-up and the measurement. In short runs a stretch is this part of
+# the rest of the run, but at least so many batches, and a trial that already loses too much is not completed.
+TRIAL_STRETCH_PART = 0.02
+TRIAL_STRETCH_LEAST = 4
+LOST_PART = 0.01
 # The alternative is tried again now and then, at a cost of about this part of the time: first to explore, then measure.
 TRIAL_STEPS = SHARED_STEPS + 8
 TRIAL_PART = 0.01
@@ -77,6 +82,7 @@ class Alone:
         self._left = 0
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
+        self._trial_stretch = STRETCH_MIN
         # Whether shared steps are on trial, and the cost of the trial so far. The first shared steps are a trial, too.
         self._is_trial = True
         self._spent_ms, self._spent_steps = 0.0, 0
@@ -107,7 +113,7 @@ class Alone:
         if not self._expected_ms:
             return FIRST_STRETCH
         steps = self._steps_of(self._expected_ms)
-        return steps if self._is_proven else min(STRETCH_MIN, steps)
+        return steps if self._is_proven else min(self._trial_stretch, steps)
 
     def begin(self, rank: int, *, slowness: float, steps_left: float) -> None:
         """Let a rank begin alone before anything is measured; the slowest rank takes about `slowness` times as long."""
@@ -164,7 +170,7 @@ class Alone:
             self._left = SHARED_STEPS
             self._is_trial, self._trial_part = False, TRIAL_PART
             return None
-        self._begin(times_ms)
+        self._begin(times_ms, steps_left)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
     def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
@@ -173,7 +179,7 @@ class Alone:
             return False
         return TRIAL_STEPS * (alone_ms / self._shared - 1) < TRIED_ONCE_PART * steps_left
 
-    def shared_at_first(self, report: AverageReport) -> str | None:
+    def shared_at_first(self, report: AverageReport, *, steps_left: float | None = None) -> str | None:
         """Record a steady shared step before times can be fitted; returns the reason if a rank continues alone."""
         if not self._at_most_ms:
             return None
@@ -184,13 +190,13 @@ class Alone:
             return None
         self._num_clear = 0
         self.measure(report)
-        self._begin(self._at_most_ms)
+        self._begin(self._at_most_ms, steps_left)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
 
-    def _begin(self, times_ms: Sequence[float]) -> None:
+    def _begin(self, times_ms: Sequence[float], steps_left: float | None) -> None:
         """Let the rank with the shortest time continue alone."""
         alone_ms = min(times_ms)
-        self._enter(times_ms.index(alone_ms), alone_ms)
+        self._enter(times_ms.index(alone_ms), alone_ms, steps_left)
         self._thought_ms = list(times_ms)
         self.lasted = 0
         self._is_tried = True
@@ -201,9 +207,11 @@ class Alone:
         self._trial_part = max(LEAST_TRIAL_PART, self._trial_part / 2)
         self._is_trial = False
 
-    def _enter(self, rank: int, alone_ms: float) -> None:
+    def _enter(self, rank: int, alone_ms: float, steps_left: float | None = None) -> None:
         """Let a rank work alone; its time is measured after a first stretch."""
         self.rank, self._expected_ms = rank, alone_ms
+        part = math.inf if steps_left is None else TRIAL_STRETCH_PART * steps_left
+        self._trial_stretch = max(TRIAL_STRETCH_LEAST, int(min(part, STRETCH_MIN)))
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
 
@@ -223,7 +231,7 @@ class Alone:
         self._has_warmed_up = True
         if not self._expected_ms and facts.batches:
             self._expected_ms = facts.compute_ms / facts.batches
-        if self._batches >= SHARED_STEPS:
+        if self._batches >= SHARED_STEPS or self._loses_too_much(steps_left):
             step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
             # Stretches on trial are short, so spread the cost of meeting over the length of a regular stretch.
             self._expected_ms = step_ms + facts.exposed_ms / self._steps_of(step_ms)
@@ -236,6 +244,13 @@ class Alone:
             return None
         self._try_others()
         return "the other ranks have rested for long, and are tried again"
+
+    def _loses_too_much(self, steps_left: float | None) -> bool:
+        """Whether a trial of a rank alone is slower than sharing, and completing it would cost too much of the run."""
+        if self._is_proven or steps_left is None or not self._shared_ms or self._batches < TRIAL_STRETCH_LEAST:
+            return False
+        lost_ms = (SHARED_STEPS - self._batches) * (self._ms / self._batches - self._shared)
+        return lost_ms > LOST_PART * steps_left * self._shared
 
     def _try_others(self) -> None:
         """Let all ranks share steps again."""
@@ -266,7 +281,7 @@ class Alone:
         other_ms, other = min(untried, default=(math.inf, rank))
         steps = self._left if steps_left is None else min(self._left, steps_left)
         if self._is_worth_a_trial(other_ms, min(best_ms, self._shared), steps):
-            self._enter(other, other_ms)
+            self._enter(other, other_ms, steps_left)
             return f"rank {rank} alone takes {now_ms:.2f} ms, rank {other} perhaps {other_ms:.2f} ms"
         if best_ms > self._shared:
             self.rank = None

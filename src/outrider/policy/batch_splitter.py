@@ -283,7 +283,8 @@ class Splitter:
             # A rank met a new shape: the time of such a step does not tell its speed.
             return []
         if self._exploring_left and self._may_rest:
-            reason = self._alone.shared_at_first(report)
+            steps_left = None if left is None else left / report.samples
+            reason = self._alone.shared_at_first(report, steps_left=steps_left)
             if reason is not None:
                 for model in self._models:
                     model.fit()
