@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.rank.device_clock import DeviceClock, SharedClock, steps_ahead
+from outrider.rank.device_clock import DeviceClock, DeviceClocks, SharedClock, steps_ahead
+from outrider.rank.meter import Meter
+from outrider.rank.throttle import Throttle
+from outrider.timeline.recorder import Recorder
 
 
 class Device:
@@ -158,3 +161,20 @@ def test_a_pause_between_two_epochs_belongs_to_no_step(device: Device) -> None:
     measured = clock.measure(3)
     assert measured.compute_s == pytest.approx(0.030)
     assert measured.exposed_s == 0.0
+
+
+def test_an_idle_device_at_the_end_of_an_epoch_is_no_compute(device: Device) -> None:
+    """A rank that is done waits for the others with steps that no average has accounted for yet."""
+    clocks = DeviceClocks(torch.device("cuda"))
+    meter = Meter(rank=0, throttle=Throttle(1.0), recorder=Recorder(0, origin_s=0.0), clocks=clocks)
+    for _ in range(4):
+        device.run(3.0)
+        meter.queued_step(is_steady=True)
+        meter.ended_step(8, 3e-3)
+    device.run(500.0)
+    meter.waited_for_others(0.5)
+    with meter.gap():
+        device.run(1.0)
+    meter.end_window(0)
+    facts = meter.facts(loss=(0.0, 0), is_dry=False, wants_stop=False, wants_pause=False)
+    assert facts[2:4] == pytest.approx([12.0, 1.0])

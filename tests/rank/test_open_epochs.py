@@ -333,3 +333,31 @@ def test_all_ranks_agree_what_is_left_where_one_of_them_leased_nothing(tmp_path:
     left = [[rank[-1][1] for rank in ranks] for ranks in schedule(tmp_path / "run")["segments"]]
     assert all(ranks == [ranks[0]] * 3 for ranks in left)
     assert uses(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(3)}
+
+
+class LateTeacher(nn.Module):
+    """A frozen tensor that the model itself begins to change after some batches, as after a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = make_model()
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.batches = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.batches += self.training
+        # Tensors are looked at after steps 32 and 64 of a rank, which has about 62, 47 of them before the last epoch.
+        if self.batches > 34:
+            self.teacher.data.fill_(1.0 + int(os.environ["RANK"]))
+        logits: torch.Tensor = self.student(inputs)
+        return logits
+
+
+@pytest.mark.parametrize("policy", ["async", "cadence"])
+def test_a_tensor_that_begins_to_change_late_joins_at_the_next_epoch(policy: str, tmp_path: Path) -> None:
+    setting = {"policy": policy, "devices": "cpu,cpu", "shares": [0.5, 0.5], "anchor": 7, "batch_size": 11, "epochs": 4}
+    run = outrider.train(
+        LateTeacher, make_optimizer, step, data(), run_dir=tmp_path / "run", threads_per_rank=1, quiet=True, **setting
+    )
+    run.join()
+    assert "teacher" in (tmp_path / "run" / "timeline.csv").read_text()

@@ -324,6 +324,8 @@ class Driver:
 
     def _await_others(self, effect: AwaitOthers) -> Border | None:
         assert self._border is not None, "only ranks of a group wait for others"
+        # The last steps that are still queued are no wait for others.
+        self._wait_for_device()
         started_s = time.perf_counter()
         with self.activity.during("epoch boundary"):
             border = self._border.wait(
@@ -333,7 +335,8 @@ class Driver:
         return border
 
     def _wants_end(self) -> bool:
-        return self._stop_requested() or self._pause_due() or self.averages.wants_layout()
+        # Where windows stay open nothing is laid out, so this is the place to look at all tensors.
+        return self._stop_requested() or self._pause_due() or self.averages.wants_layout(is_thorough=True)
 
     def _leave_open(self, effect: LeaveOpen) -> None:
         # The epoch's time and losses are complete only when its steps are.

@@ -127,8 +127,13 @@ class LayoutWatch:
             self._idle = {name: 0 if name in self._with_gradient else n + 1 for name, n in self._idle.items()}
             self._with_gradient.clear()
 
-    def wants_change(self) -> bool:
-        """Whether this rank's model no longer fits the layout; the segment should then end at the next average."""
+    def wants_change(self, *, is_thorough: bool = False) -> bool:
+        """Whether this rank's model no longer fits the layout; the segment should then end at the next average.
+
+        With `is_thorough` all tensors at rest are compared now, as between two segments.
+        """
+        if is_thorough:
+            self._seen |= self._changed(is_thorough=True)
         self._idle = {name: self._idle.get(name, 0) for name, _ in self._off()}
         # A change that other ranks have not made yet must wait for them: they reach that batch later.
         thawed, frozen = self._told

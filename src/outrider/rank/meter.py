@@ -227,6 +227,9 @@ class Meter:
         """Record time in which this rank had taken its last step of a segment, but others had not."""
         self._account.wait_s += seconds
         self._recorder.wait("epoch boundary", seconds)
+        # The device was idle: it would look like compute in the window that is not averaged yet.
+        if self._clocks is not None:
+            self._clocks.local.skip_pause()
 
     def charge(self, report: AverageReport, *, is_blocking: bool, is_average: bool) -> float:
         """Account for the previous average from the ranks' report; returns how long this rank waited in it, in s."""

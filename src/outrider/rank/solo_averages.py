@@ -91,7 +91,7 @@ class SoloAverages:
     def stepped(self) -> None:
         self._layout.stepped()
 
-    def wants_layout(self) -> bool:
+    def wants_layout(self, *, is_thorough: bool = False) -> bool:
         return self._layout.wants_change()
 
     def ended(self) -> None:
