@@ -96,7 +96,9 @@ def newest(folder: Path) -> Path:
 
 
 def interrupted(folder: Path) -> str:
-    return f'outrider: interrupted at epoch {epoch_of(newest(folder))}; pass resume="{folder}" to go on\n'
+    epochs = epoch_of(newest(folder))
+    place = f"after {epochs} epoch{'' if epochs == 1 else 's'}" if epochs else "in the first epoch"
+    return f'outrider: interrupted {place}; pass resume="{folder}" to go on\n'
 
 
 def test_sigterm_to_the_starter_stops_the_run_with_a_checkpoint(tmp_path: Path, read_json: ReadJson) -> None:

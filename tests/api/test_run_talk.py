@@ -32,6 +32,7 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
     return stream
 
 
@@ -71,7 +72,7 @@ def test_the_first_line_counts_many_devices() -> None:
     ("outer", "follows_ranks", "lr_scale", "told"),
     [
         (Outer(), False, 1.0, None),
-        (Outer(), False, 1.5, "learning rate x 1.5"),
+        (Outer(), False, 1.5, "learning rate x 1.5 (lr_scale=1.0: off)"),
         (Outer(), False, "auto", 'learning rate unchanged by lr_scale="auto"'),
         (Outer(), True, "auto", "learning rate scaled by the effective number of ranks (lr_scale=1.0: off)"),
         (Outer(kind="nesterov"), False, 1.0, 'outer Nesterov step (outer="none": off)'),
@@ -149,6 +150,15 @@ def test_a_run_talks_in_a_notebook_without_a_bar(monkeypatch: pytest.MonkeyPatch
 def test_only_the_main_rank_talks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
     assert not RunTalk.open(False, is_main=False).is_on
+
+
+def test_a_long_line_breaks_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "60")
+    RunTalk(is_on=True).chose("exact", "rank 0 alone is faster than sharing; local steps would learn 0.95x as much")
+    assert terminal.getvalue() == (
+        "outrider: exact steps: rank 0 alone is faster than sharing;\n  local steps would learn 0.95x as much\n"
+    )
 
 
 def test_a_session_that_is_told_to_talk_prints_two_lines_on_stderr(

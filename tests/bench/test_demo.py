@@ -119,20 +119,22 @@ def test_the_table_has_a_line_per_mode(task: Task) -> None:
     assert lines[-1] == "runs: runs/demo/<mode>"
 
 
-def test_a_device_that_rested_is_named(task: Task) -> None:
+@pytest.mark.parametrize("mode", ["cpu-auto", "cpu-balanced"])
+def test_a_device_that_rested_is_named(task: Task, mode: str) -> None:
     demo = demo_of(task)
     assert "rested" not in render(demo)
     epochs = (replace(EPOCH, share_by_rank=(0.9, 0.1)), replace(EPOCH, share_by_rank=(0.99, 0.01)))
-    demo.results["cpu-balanced"] = replace(demo.results["cpu-balanced"], epochs=epochs)
+    demo.results[mode] = replace(demo.results[mode], epochs=epochs)
     (line,) = [line for line in render(demo).splitlines() if "rested" in line]
-    assert line == "cpu-balanced: cpu@0.4 rested, since sharing such short steps with it is slower"
+    assert line == f"{mode}: cpu@0.4 rested, since sharing such short steps with it is slower"
     assert len(line) <= 80
 
 
 def test_the_conditions_fit_80_columns(task: Task) -> None:
     assert conditions(task).splitlines() == [
         "lenet on glyphs (stand-in): 1 epoch of 20 samples,",
-        "batch 32 per rank (balanced: 32 in all), the same seed and order in every mode",
+        "batch 32 per rank (in auto and balanced: of all ranks),",
+        "the same seed and order in every mode; auto is the default policy",
     ]
 
 

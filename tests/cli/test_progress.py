@@ -122,6 +122,22 @@ def test_no_time_left_is_told_before_all_ranks_have_a_speed() -> None:
     assert view.eta_s is None
 
 
+def test_a_rank_that_rests_does_not_hide_the_time_left() -> None:
+    clock = Clock()
+    view = view_of(clock)
+    view.saw(Message(rank=0, kind="epoch", fields=EPOCH))
+    view.saw(progress(0, 0, epoch=1))
+    clock.now_s = 1.0
+    view.saw(progress(0, 1_000, epoch=1))
+    assert view.eta_s == 2.0
+
+
+def test_a_mode_whose_last_epoch_ended_is_shown_as_complete() -> None:
+    view = view_under_way()
+    view.saw(Message(rank=0, kind="epoch", fields=EPOCH | {"epoch": 1}))
+    assert live_lines(view)[0].startswith("6 of 7  cpu-cadence  epoch 2/2  100%")
+
+
 def test_a_late_message_of_the_epoch_before_is_ignored() -> None:
     view = view_under_way()
     view.saw(Message(rank=0, kind="epoch", fields=EPOCH))

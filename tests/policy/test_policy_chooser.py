@@ -99,6 +99,22 @@ def test_a_much_slower_rank_is_not_worth_it() -> None:
     assert decision.reason.startswith("rank 0 alone is faster than sharing; local steps would learn 0.")
 
 
+def test_local_steps_must_beat_the_fastest_device_where_ranks_cannot_rest() -> None:
+    """Ranks of a user's own loop share every step even where that is slow: better than that is not good enough."""
+    chooser = PolicyChooser(world_size=2)
+    [decision] = exact(chooser, Measured(0.3, (1.0, 0.5)), steps=9)
+    assert chooser.is_exact
+    assert decision.reason == (
+        "ranks share every step, 0.30x the fastest rank alone: give the run that device only; local steps would learn "
+        "0.97x as much per second"
+    )
+
+
+def test_a_report_on_its_way_does_not_choose_local_steps_twice() -> None:
+    chooser = PolicyChooser(world_size=2)
+    assert len(exact(chooser, Measured(1.0, (1.0, 1.0)), steps=3)) == 1
+
+
 @pytest.mark.parametrize(("rate", "own"), [(None, (1.0, 1.0)), (1.0, None)])
 def test_nothing_is_chosen_before_it_is_measured(rate: float | None, own: tuple[float, ...] | None) -> None:
     chooser = PolicyChooser(world_size=2)

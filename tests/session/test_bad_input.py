@@ -220,6 +220,14 @@ def test_the_state_of_a_prepared_schedule_can_be_saved(
     assert type(scheduler) is StepLR
 
 
+def test_only_a_model_can_be_saved(s: outrider.Session, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    s.prepare(model, optimizer)
+    assert words_of(lambda: s.save("only.pt", optimizer)) == (
+        "save() takes a model as its second argument, got SGD\n"
+        'hint: checkpoints hold optimizers too: Session(checkpoint_every=1), resume="auto"'
+    )
+
+
 def test_a_schedule_that_follows_a_measurement(
     s: outrider.Session, model: nn.Linear, optimizer: torch.optim.Optimizer
 ) -> None:

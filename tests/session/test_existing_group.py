@@ -13,7 +13,7 @@ from ports import free_port
 pytestmark = pytest.mark.slow
 
 LOOP = """
-import sys, torch, torch.distributed as dist, outrider
+import sys, time, torch, torch.distributed as dist, outrider
 from torch import nn
 
 def train(**options):
@@ -26,6 +26,11 @@ def train(**options):
             s.step(model(batch).square().mean())
         assert s.gather([s.rank, "words"]) == [[0, "words"], [1, "words"]]
     return s
+
+def end_group():
+    # A thread of Gloo that has just finished a collective needs the GIL; torch aborts if the process ends first.
+    time.sleep(0.5)
+    dist.destroy_process_group()
 
 def tell(line):
     # In one piece: ranks of torchrun write to one output, without buffers.
@@ -46,7 +51,7 @@ for policy in ("sync", "cadence"):
     s = train(policy=policy)
     tell(f"{policy} {s.rank} {s.world_size} {s.metrics.samples}")
 check_group()
-dist.destroy_process_group()
+end_group()
 """
 FUNCTION = """
 def make(): return nn.Linear(2, 1)
@@ -56,7 +61,7 @@ for metrics in outrider.train(make, optimizer, step, (torch.ones(64, 2),), epoch
                               run_dir=sys.argv[1], quiet=True):
     print("trained", metrics.samples)
 check_group()
-dist.destroy_process_group()
+end_group()
 """
 
 

@@ -55,8 +55,9 @@ class Ended:
         return record
 
     @property
-    def epoch(self) -> int:
-        return epoch_of(max((self.run / "checkpoints").glob("epoch*")))
+    def place(self) -> str:
+        epochs = epoch_of(max((self.run / "checkpoints").glob("epoch*")))
+        return f"after {epochs} epoch{'' if epochs == 1 else 's'}" if epochs else "in the first epoch"
 
 
 def run_script(
@@ -82,7 +83,7 @@ def test_a_signal_ends_a_loop_on_one_device_with_the_record_saying_so(tmp_path: 
     assert ended.stderr == (
         "outrider: fault on rank 0 at step 60: sigterm\n"
         "outrider: SIGTERM: stopping at the next average; again to end at once\n"
-        f'outrider: interrupted at epoch {ended.epoch}; pass resume="{ended.run}" to go on\n'
+        f'outrider: interrupted {ended.place}; pass resume="{ended.run}" to go on\n'
     )
     assert ended.record["status"] == "interrupted"
     assert (ended.run / "timeline.json").is_file()
@@ -93,7 +94,7 @@ def test_ctrl_c_in_a_loop_on_one_device_shows_two_lines_and_no_traceback(tmp_pat
     assert ended.code == -signal.SIGINT
     assert ended.stderr == (
         "outrider: SIGINT: stopping at the next average; again to end at once\n"
-        f'outrider: interrupted at epoch {ended.epoch}; pass resume="{ended.run}" to go on\n'
+        f'outrider: interrupted {ended.place}; pass resume="{ended.run}" to go on\n'
     )
     assert (ended.run / "timeline.json").is_file()
 
@@ -103,7 +104,7 @@ def test_ctrl_c_in_a_loop_on_two_ranks_ends_both_without_a_traceback(tmp_path: P
     assert ended.code == 130
     assert ended.stderr == (
         "outrider: SIGINT: stopping at the next average within 25 s; again to end at once\n"
-        f'outrider: interrupted at epoch {ended.epoch}; pass resume="{ended.run}" to go on\n'
+        f'outrider: interrupted {ended.place}; pass resume="{ended.run}" to go on\n'
     )
     assert ended.record["status"] == "interrupted"
 
@@ -111,7 +112,7 @@ def test_ctrl_c_in_a_loop_on_two_ranks_ends_both_without_a_traceback(tmp_path: P
 def test_a_signal_to_one_rank_ends_the_loops_of_all(tmp_path: Path) -> None:
     ended = run_script(tmp_path, devices="cpu,cpu@0.5", faults="rank=1,at=step,n=60,do=sigterm")
     assert ended.code == 143
-    assert ended.stderr == (f'outrider: interrupted at epoch {ended.epoch}; pass resume="{ended.run}" to go on\n')
+    assert ended.stderr == (f'outrider: interrupted {ended.place}; pass resume="{ended.run}" to go on\n')
     assert ended.record["status"] == "interrupted"
 
 

@@ -7,7 +7,9 @@ started the ranks, and by rank 0 of a session or under torchrun.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -110,4 +112,12 @@ class RunTalk:
     def _say(self, text: str) -> None:
         self.pause()
         if self.is_on:
-            print(f"outrider: {text}", file=sys.stderr, flush=True)
+            print(_wrapped(f"outrider: {text}"), file=sys.stderr, flush=True)
+
+
+def _wrapped(line: str) -> str:
+    """The line; on a terminal, broken between words where the terminal would break it anywhere."""
+    if not sys.stderr.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

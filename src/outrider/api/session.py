@@ -284,6 +284,11 @@ class Session:
         """
         self._replica_needed("save")
         check_ending(Path(path))
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"save() takes a model as its second argument, got {type(model).__name__}",
+                hint='checkpoints hold optimizers too: Session(checkpoint_every=1), resume="auto"',
+            )
         replica = self._joined().replica
         assert replica is not None
         if self.is_main:

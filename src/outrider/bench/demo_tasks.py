@@ -109,7 +109,8 @@ def conditions(task: Task) -> str:
     epochs = f"{task.epochs} epoch{'' if task.epochs == 1 else 's'}"
     return (
         f"{task.name} on {task.data_name}: {epochs} of {len(task.dataset):,} samples,\n"
-        f"batch {task.batch_size} per rank (balanced: {task.batch_size} in all), the same seed and order in every mode"
+        f"batch {task.batch_size} per rank (in {DEFAULT_POLICY} and balanced: of all ranks),\n"
+        f"the same seed and order in every mode; {DEFAULT_POLICY} is the default policy"
     )
 
 
@@ -142,7 +143,7 @@ def next_steps(demo: Demo) -> str:
     """What to try after the demo, a command in each line."""
     return "\n".join(
         [
-            f"next: outrider timeline {demo.output / f'cpu-{DEFAULT_POLICY}'}  (what each device did)",
+            f"next: outrider timeline {demo.output / f'cpu-{DEFAULT_POLICY}'}  (device by device)",
             "next: outrider diagnose  (what your own devices would gain)",
             "next: outrider init my-project  (a project to start from)",
         ]
@@ -187,10 +188,12 @@ def _reading(demo: Demo) -> list[str]:
 
 
 def _rested(demo: Demo) -> list[tuple[str, DeviceSpec]]:
-    """The ranks that had almost nothing to do in the last epoch of `balanced`, which lets devices rest."""
-    mode = "cpu-balanced"
-    shares = demo.results[mode].epochs[-1].share_by_rank
-    return [(mode, spec) for spec, share in zip(demo.devices, shares, strict=True) if share < RESTING_SHARE]
+    """The ranks that had almost nothing to do in the last epoch of a policy that lets devices rest."""
+    rested = []
+    for mode in (f"cpu-{DEFAULT_POLICY}", "cpu-balanced"):
+        shares = demo.results[mode].epochs[-1].share_by_rank
+        rested += [(mode, spec) for spec, share in zip(demo.devices, shares, strict=True) if share < RESTING_SHARE]
+    return rested
 
 
 def document(demo: Demo) -> dict[str, Any]:

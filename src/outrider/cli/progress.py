@@ -122,7 +122,9 @@ class ModeView:
     def eta_s(self) -> float | None:
         """Remaining training time of this mode at the ranks' speed; None if nothing is left or it is not known yet."""
         speeds = [rank.samples_per_s for rank in self.ranks if rank.samples_per_s is not None]
-        if self.num_samples is None or len(speeds) < len(self.ranks) or sum(speeds) <= 0:
+        # A rank that rests has no speed; after an epoch it is known that no other one is still starting.
+        is_known = len(speeds) == len(self.ranks) or self.epochs_done > 0
+        if self.num_samples is None or not is_known or sum(speeds) <= 0:
             return None
         left = (self.epochs - self.epochs_done) * self.num_samples - self.samples
         return left / sum(speeds) if left > 0 else None
@@ -131,7 +133,8 @@ class ModeView:
 def live_lines(view: ModeView) -> list[str]:
     """The live display of a running mode, for 80 columns."""
     epoch = min(view.epochs_done + 1, view.epochs)
-    part = f"  {min(1.0, view.samples / view.num_samples):.0%}" if view.num_samples else ""
+    done = view.num_samples if view.epochs_done >= view.epochs else view.samples
+    part = f"  {min(1.0, (done or 0) / view.num_samples):.0%}" if view.num_samples else ""
     head = f"{view.place}  {view.mode}  epoch {epoch}/{view.epochs}{part}"
     shares = view.shares
     ranks = [

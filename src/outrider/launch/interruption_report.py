@@ -30,8 +30,13 @@ def say_stopping(number: signal.Signals, *, within_s: float | None = None) -> No
 def say_interrupted(folder: Path) -> None:
     """Print in one line how far an interrupted run got and how to resume it."""
     try:
-        epoch = epoch_of(find(folder)[0])
-        told = f'interrupted at epoch {epoch}; pass resume="{shown_path(folder)}" to go on'
+        told = f'interrupted {_after(epoch_of(find(folder)[0]))}; pass resume="{shown_path(folder)}" to go on'
     except DataError:
         told = f"interrupted; {shown_path(folder)} has no checkpoint to go on from"
     print(f"outrider: {told}", file=sys.stderr, flush=True)
+
+
+def _after(epochs: int) -> str:
+    if not epochs:
+        return "in the first epoch"
+    return f"after {epochs} epoch{'' if epochs == 1 else 's'}"

@@ -25,6 +25,8 @@ LEAST_GAIN = 1.2
 # Assumed before local steps were tried: the cost of averages, and steps of the fastest rank between two averages.
 EXPECTED_OVERHEAD = 0.05
 EXPECTED_WINDOW = 4
+CLEARLY_SLOWER = 0.95
+"""If shared steps have at most this part of the fastest rank's speed, the user is advised to train on it alone."""
 LEAST_STEPS_LEFT = 48
 """Remaining steps of a run that local steps need to pay for the change."""
 # The first windows after a change carry its cost; a judgement needs some more windows.
@@ -64,6 +66,9 @@ class PolicyChooser:
         self._samples_until_retry -= report.samples
         if report.loss is not None:
             self._exact_losses.append(report.loss)
+        if not self.is_exact:
+            # Reports on their way when local steps were chosen.
+            return []
         if splitter.unshared_reason is not None:
             return self._told_once(splitter.unshared_reason)
         rate, own_rates = splitter.exact_rate, splitter.own_rates
@@ -72,19 +77,26 @@ class PolicyChooser:
         self._exact_rate = rate
         worth = sample_worth(EXPECTED_WINDOW, ranks=effective_ranks(own_rates))
         local_rate = sum(own_rates) * (1 - EXPECTED_OVERHEAD)
-        gain = local_rate * worth / rate
+        # Ranks of a user's own loop cannot rest: there the fastest device alone may beat shared steps.
+        best_rate = max(rate, *own_rates)
+        gain = local_rate * worth / best_rate
         if gain < LEAST_GAIN:
             return self._told_once(self._stays(splitter, gain))
         if left is not None and left < LEAST_STEPS_LEFT * splitter.usual_samples:
             return self._told_once(f"{self._stays(splitter, gain)}, but the run is nearly over")
         self.fastest = own_rates.index(max(own_rates))
-        return [self._change(report, is_exact=False, reason=_promise(gain, local_rate / rate, worth))]
+        than = "the fastest rank alone" if best_rate > rate or splitter.lone is not None else "shared steps"
+        reason = _promise(gain, local_rate / best_rate, worth, than=than)
+        return [self._change(report, is_exact=False, reason=reason)]
 
     def _stays(self, splitter: Splitter, gain: float) -> str:
         best = max(splitter.own_rates or (self._exact_rate,))
-        how = f"ranks share every step, {self._exact_rate / best:.2f}x the fastest rank alone"
+        speed = self._exact_rate / best
+        how = f"ranks share every step, {speed:.2f}x the fastest rank alone"
         if splitter.lone is not None:
             how = f"rank {splitter.lone} alone is faster than sharing"
+        elif speed < CLEARLY_SLOWER:
+            how += ": give the run that device only"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
         return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"
 
@@ -176,8 +188,8 @@ def _mean_window(windows: Sequence[AverageReport]) -> float:
     return fmean(max(facts.batches for facts in window.ranks) for window in windows)
 
 
-def _promise(gain: float, throughput: float, worth: float) -> str:
+def _promise(gain: float, throughput: float, worth: float, *, than: str) -> str:
     return (
-        f"they promise to learn {gain:.2f}x as much per second: {throughput:.2f}x the samples, "
+        f"they promise to learn {gain:.2f}x as much per second as {than}: {throughput:.2f}x the samples, "
         f"each worth {worth:.2f} of one in an exact step"
     )

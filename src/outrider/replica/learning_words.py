@@ -20,7 +20,7 @@ def learning_words(compensation: Compensation, *, lr_scale: float | Literal["aut
     if lr_scale == "auto":
         changes.append('learning rate unchanged by lr_scale="auto"')
     elif lr_scale != 1.0:
-        changes.append(f"learning rate x {lr_scale:g}")
+        changes.append(f"learning rate x {lr_scale:g} (lr_scale=1.0: off)")
     if compensation.outer.kind != "none":
         changes.append(f'outer {_KINDS[compensation.outer.kind]} step (outer="none": off)')
     return ", ".join(changes) or None
