@@ -64,6 +64,7 @@ def _named_jobs() -> Iterator[tuple[str, list[Cell]]]:
     yield from _windows("trio", (1.0,), (2, 5, 20), seeds)
     yield from _remedies(20, REMEDIES[:7], seeds)
     yield from _phases(seeds)
+    yield from _suite(CHOICE)
 
 
 def _alone(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
@@ -127,6 +128,20 @@ def _in_lab(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
         yield "lab", [Cell(task=task, length=1.3, seed=seed) for seed in seeds]
         for window in (5, 20):
             yield "lab", [Cell(task=task, speeds="pair0.4", window=window, seed=seed) for seed in seeds]
+
+
+SUITE_RATES = {"lab-resnet8-sgd": 0.25, "lab-gpt-nano": 2.0, "lab-char-rnn": 1.0, "lab-resnet20-sgd": 0.25}
+"""The best of a few powers of two, for one device alone in runs as short as these, one seed."""
+
+
+def _suite(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
+    """Models of the suite in full size, in short runs."""
+    for task, rate in SUITE_RATES.items():
+        lengths = (1.3,) if task == "lab-char-rnn" else LENGTHS
+        yield "suite", [Cell(task=task, rate=rate, length=n, seed=s) for n, s in product(lengths, seeds)]
+        for window, remedy in (*product((5, 20), ("plain", "outer")), *product((5,), ("outer0.2", "root", "state"))):
+            cells = [Cell(task=task, speeds="pair0.4", window=window, remedy=remedy, rate=rate, seed=s) for s in seeds]
+            yield "suite", cells
 
 
 def _phases(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:

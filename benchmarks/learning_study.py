@@ -26,7 +26,7 @@ from torch.nn import functional
 from outrider.average.outer import Outer
 from outrider.bench.datasets import cifar10, mnist, shakespeare
 from outrider.bench.models.image_models import bytes_cross_entropy_step, cross_entropy_step, lenet, mlp, resnet
-from outrider.bench.models.text_models import CharRnn, Gpt, gpt_nano, next_symbol_loss
+from outrider.bench.models.text_models import CharRnn, Gpt, char_rnn, gpt_nano, next_symbol_loss
 from outrider.bench.zoo import tenth_at_half_and_three_quarters, warm_up_and_cosine_factor, warm_up_then_cosine
 from outrider.policy import Average, Lease, PolicySpec, SegmentContext, Step
 from outrider.policy.effects import Policy
@@ -99,6 +99,16 @@ class LabTask:
 
 
 _TEXT = partial(LabTask, data="text", loss=next_symbol_loss, batch_size=16)
+_RESNET = partial(
+    LabTask,
+    data="cifar16",
+    loss=bytes_cross_entropy_step,
+    batch_size=16,
+    batches=400,
+    optimizer=partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-4),
+    rate=0.1,
+    schedule=tenth_at_half_and_three_quarters,
+)
 IN_LAB = {
     "lab-mlp-adam": LabTask(model=mlp, optimizer=torch.optim.Adam, rate=1e-3, data="mnist", batch_size=32, batches=500),
     "lab-lenet-adam": LabTask(
@@ -111,16 +121,9 @@ IN_LAB = {
         batches=400,
         max_grad_norm=5.0,
     ),
-    "lab-resnet8-sgd": LabTask(
-        model=partial(resnet, 8),
-        data="cifar16",
-        loss=bytes_cross_entropy_step,
-        batch_size=16,
-        batches=400,
-        optimizer=partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-4),
-        rate=0.1,
-        schedule=tenth_at_half_and_three_quarters,
-    ),
+    "lab-char-rnn": _TEXT(model=char_rnn, optimizer=torch.optim.RMSprop, rate=2e-3, batches=300, max_grad_norm=5.0),
+    "lab-resnet8-sgd": _RESNET(model=partial(resnet, 8)),
+    "lab-resnet20-sgd": _RESNET(model=partial(resnet, 20)),
     "lab-gpt-nano": _TEXT(
         model=gpt_nano, optimizer=torch.optim.Adam, rate=1e-3, batches=150, schedule=warm_up_then_cosine
     ),
