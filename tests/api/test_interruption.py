@@ -131,11 +131,40 @@ def test_a_signal_while_the_program_is_at_something_else_ends_both_in_order(
     program = Program(tmp_path / "run", after=BODY, devices="cpu")
     program.send(number)
     told = program.end()
-    # What an uncaught KeyboardInterrupt ends a program with is up to Python.
-    assert program.process.returncode in ((143,) if number == signal.SIGTERM else (-signal.SIGINT, 1))
+    assert program.process.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT)
     assert told.endswith(interrupted(program.folder))
     assert read_json(program.folder / "record.json")["status"] == "interrupted"
     assert newest(program.folder).is_dir()
+
+
+STARTED = """
+import os, signal, sys
+import outrider.api.train as training
+
+launch = training.launch
+
+def launch_and_interrupt(*arguments, **options):
+    ranks = launch(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGINT)
+    return ranks
+
+training.launch = launch_and_interrupt
+"""
+
+
+def test_ctrl_c_while_ranks_start_ends_the_run_in_order(tmp_path: Path, read_json: ReadJson) -> None:
+    folder = tmp_path / "run"
+    values = {"seconds": 0.001, "policy": "cadence", "devices": "cpu,cpu", "grace_s": 25, "anchor": 2}
+    (tmp_path / "program.py").write_text(STARTED + PROGRAM.format(after="run.join()", **values))
+    command = [sys.executable, str(tmp_path / "program.py"), str(folder)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == -signal.SIGINT
+    first, last = ended.stderr.splitlines()
+    assert first == "outrider: SIGINT: stopping at the next average within 25 s; again to end at once"
+    assert last.startswith("outrider: interrupted")
+    assert read_json(folder / "record.json")["status"] == "interrupted"
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, read_json: ReadJson) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,7 +26,7 @@ from outrider.data.feed import open_dataset
 from outrider.data.loading import LoadedData
 from outrider.data.tensor_table import as_table
 from outrider.launch.forkserver import TRAINING
-from outrider.launch.interruption import is_interruption
+from outrider.launch.interruption import SignalGuard, is_interruption
 from outrider.launch.launcher import launch
 from outrider.launch.ranks import Ranks
 from outrider.launch.script_launcher import running_script
@@ -116,6 +117,18 @@ def start(
 
 
 def _start(order: CheckedRun, on_message: Callable[[Message], None], talk: RunTalk, *, is_trial: bool) -> Run:
+    """Start the ranks; a signal that arrives meanwhile is handled once there is a handle that can stop them."""
+    received: list[signal.Signals] = []
+    with SignalGuard(received.append):
+        run = _start_ranks(order, on_message, talk, is_trial=is_trial)
+    if received:
+        run.receive(received[0])
+    return run
+
+
+def _start_ranks(
+    order: CheckedRun, on_message: Callable[[Message], None], talk: RunTalk, *, is_trial: bool
+) -> StartedRun:
     resolved = resolve_devices(order.config.devices, cuda_devices=cuda_devices())
     pythons = rank_pythons(wanted_environments(order.config.environments), resolved.devices)
     if pythons is not None:
