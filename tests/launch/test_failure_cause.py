@@ -201,3 +201,11 @@ def test_a_lost_connection_without_a_cause_is_the_error() -> None:
     found.note(lost)
     assert found.cause() is lost
     assert not hasattr(lost, "__notes__")
+
+
+def test_a_mistake_that_several_ranks_find_is_told_by_rank_0() -> None:
+    """The program of rank 0 shows its own traceback; that of another rank would follow it without a heading."""
+    found = Blame(timeout_s=None)
+    for rank in (1, 0):
+        found.note(OutriderError("rank 0 waits for evaluate_together(), rank 1 for the end of epoch 0", rank=rank))
+    assert found.cause().rank == 0

@@ -85,6 +85,9 @@ class Blame:
     def cause(self) -> OutriderError:
         """The first cause, with one note about its consequences on other ranks."""
         first = (self._causes or self._hung or self._waits or self._lost)[0]
+        # Several ranks may find the same mistake; the program of rank 0 shows its own traceback.
+        alike = [failure for failure in self._causes if str(failure.message) == str(first.message)]
+        first = next((failure for failure in alike if failure.rank == 0), first)
         victims = {lost.rank for lost in self._lost if lost.rank is not None and lost.rank != first.rank}
         if victims and not getattr(first, "__notes__", None):
             first.add_note(_folded(sorted(victims), cause=first.rank))
