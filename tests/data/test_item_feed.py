@@ -158,6 +158,7 @@ def test_many_samples_that_cannot_be_collated_are_counted() -> None:
     assert caught.value.message == (
         "samples 6, 7, 8, 9, 10, 11, 12, 13, … (10 in all) could not be collated: TypeError: no"
     )
+    assert caught.value.hint is None, "shapes may have nothing to do with it"
 
 
 def test_the_reason_names_the_data_set() -> None:

@@ -77,11 +77,17 @@ class SampleReader:
         try:
             return self._collate(samples)
         except Exception as error:
-            raise DataError(
-                f"{name_samples(request.indices)} could not be collated: {named(error)}",
-                hint="samples of a batch need equal shapes and types; pass collate= to pad or pack them",
-                traceback=traceback.format_exc(),
-            ) from error
+            raise uncollated(request.indices, self._collate, error) from error
+
+
+def uncollated(numbers: Sequence[int], collate: Collate, error: Exception) -> DataError:
+    """The error for samples of which `collate` made no batch; called while `error` is handled."""
+    hint = "samples of a batch need equal shapes and types; pass collate= to pad or pack them"
+    return DataError(
+        f"{name_samples(numbers)} could not be collated: {named(error)}",
+        hint=hint if collate is default_collate else None,
+        traceback=traceback.format_exc(),
+    )
 
 
 def name_samples(indices: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from outrider.data import randomness
 from outrider.data.order import mix
-from outrider.data.sample_reader import Collate, name_samples, to_device
+from outrider.data.sample_reader import Collate, to_device, uncollated
 from outrider.data.sharded_stream import ShardIterator
 from outrider.errors import ConfigError, DataError, OutriderError, named
 from outrider.policy.effects import Batch
@@ -192,11 +192,7 @@ class StreamFeed:
         try:
             return self._collate(samples)
         except Exception as error:
-            raise DataError(
-                f"{name_samples(numbers)} could not be collated: {named(error)}",
-                hint="samples of a batch need equal shapes and types; pass collate= to pad or pack them",
-                traceback=traceback.format_exc(),
-            ) from error
+            raise uncollated(numbers, self._collate, error) from error
 
 
 def _bytes_of(leaf: Any) -> bytes:
