@@ -126,7 +126,9 @@ def run(group: Group, *, ratio: float | None, data: Path) -> dict[str, Any]:
     }
 
 
-def run_lane(cores: tuple[int, int], work: Any, output: Path, data: Path, until_s: float) -> None:
+def run_lane(
+    cores: tuple[int, int], work: Any, output: Path, data: Path, until_s: float, ratios: Sequence[float]
+) -> None:
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     while time.time() < until_s:
@@ -134,14 +136,16 @@ def run_lane(cores: tuple[int, int], work: Any, output: Path, data: Path, until_
             group = work.get(timeout=1.0)
         except Empty:
             return
-        ways = [None, *RATIOS]
+        ways = [None, *ratios]
         for ratio in ways[group.seed % len(ways) :] + ways[: group.seed % len(ways)]:
             record = run(group, ratio=ratio, data=data)
             with output.open("a") as file:
                 file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def run_all(output: Path, *, data: Path, seconds: float, cores: list[int], wanted: Sequence[Group]) -> None:
+def run_all(
+    output: Path, *, data: Path, seconds: float, cores: list[int], wanted: Sequence[Group], ratios: Sequence[float]
+) -> None:
     """All lanes at once, each on two cores of its own; what is under way when the time is over is ended."""
     context = get_context("spawn")
     work = context.Queue()
@@ -149,7 +153,7 @@ def run_all(output: Path, *, data: Path, seconds: float, cores: list[int], wante
         work.put(group)
     until_s = time.time() + seconds
     pairs = list(zip(cores[::2], cores[1::2], strict=False))
-    lanes = [context.Process(target=run_lane, args=(pair, work, output, data, until_s)) for pair in pairs]
+    lanes = [context.Process(target=run_lane, args=(pair, work, output, data, until_s, ratios)) for pair in pairs]
     for lane in lanes:
         lane.start()
     for lane in lanes:
@@ -254,6 +258,7 @@ def main() -> None:
     everything.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     everything.add_argument("--epochs", nargs="+", type=int, default=[1, 5, 20])
     everything.add_argument("--seeds", type=int, default=12)
+    everything.add_argument("--ratios", nargs="+", type=float, default=RATIOS)
     shown = commands.add_parser("table")
     shown.add_argument("records", type=Path)
     options = parser.parse_args()
@@ -273,6 +278,7 @@ def main() -> None:
         wanted=wanted,
         data=options.data,
         seconds=options.seconds,
+        ratios=options.ratios,
         cores=cores if kept > 0.85 or len(cores) < 4 else cores[::2],
     )
 

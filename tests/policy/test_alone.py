@@ -625,3 +625,36 @@ def test_a_long_run_beside_a_much_slower_rank_gains_what_there_is() -> None:
         speeds=speeds, network=Network(), model_bytes=1_000, num_samples=64 * 5_000, batch_size=64, global_batch_size=64
     )
     assert simulate("balanced", scenario).gain > 1.12
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_first_splits_that_differ_on_purpose_leave_no_device_out(seed: int) -> None:
+    """A rank waits in one step for another that had much to do in the step before: that is no slow step."""
+    speeds = tuple(DeviceSpeed(per_sample_ms=3.2 * by, jitter=0.1) for by in (1.0, 2.5))
+    costs = MeasuredCosts(local=speeds, shared=speeds, average_ms=2.0, gradient_ms=2.0)
+    scenario = Scenario(
+        speeds=speeds,
+        network=Network(),
+        num_samples=128 * 400,
+        batch_size=128,
+        global_batch_size=128,
+        measured=costs,
+        seed=seed,
+    )
+    assert simulate("balanced", scenario).gain > 1.25
+
+
+def test_a_rank_that_lost_against_few_shared_steps_is_compared_again_soon() -> None:
+    alone = Alone()
+    fast = RankFacts(samples=90, batches=1, compute_ms=36.0, exposed_ms=0.0)
+    slow = RankFacts(samples=10, batches=1, compute_ms=90.0, exposed_ms=0.0)
+    for _ in range(2):
+        alone.bound(AverageReport(window=0, ranks=(fast, slow)))
+        alone.shared_at_first(AverageReport(window=0, ranks=(fast, slow)))
+    assert alone.rank == 0
+    while alone.rank == 0:
+        alone.alone(stretch(ms=95.0, batches=16))
+    alone.forget()
+    costs = (GivenCost(0.0, 0.4), GivenCost(0.0, 9.0))
+    reasons = [alone.shared(shared(ms=99.0), costs, TOTAL) for _ in range(SHARED_STEPS)]
+    assert reasons[-1] is not None
