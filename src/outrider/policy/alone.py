@@ -53,10 +53,8 @@ TRIAL_PART = 0.01
 # Each consecutive trial that shows nothing new halves that part, down to this.
 LEAST_TRIAL_PART = 0.001
 # If a rank alone would take at most this part of a shared step, this many steps in a row are enough to decide.
-CLEARLY_LESS = 0.7
+CLEARLY_LESS = 0.85
 CLEAR_STEPS = 2
-# With fewer steps left there is no time to compare, and one rank alone loses less than sharing may.
-SHORT_STEPS = 50
 # The fastest rank is clear if the next one takes this many times as long.
 CLEARLY_FASTER = 1.25
 # Shared steps do not tell similar ranks apart. Another rank is also tried alone if that costs at most this part of the
@@ -186,14 +184,12 @@ class Alone:
         if not self._at_most_ms:
             return None
         alone_ms, *others_ms = sorted(self._at_most_ms)
-        is_short = steps_left is not None and steps_left < SHORT_STEPS
-        step_ms = _cautious_step_ms(report) if is_short else _step_ms(report)
-        is_clear = alone_ms < CLEARLY_LESS * step_ms and alone_ms * CLEARLY_FASTER < min(others_ms)
+        is_clear = alone_ms < CLEARLY_LESS * _step_ms(report) and alone_ms * CLEARLY_FASTER < min(others_ms)
         self._num_clear = self._num_clear + 1 if is_clear else 0
         if self._num_clear < CLEAR_STEPS:
             return None
         self._num_clear = 0
-        self._shared_ms.append(step_ms)
+        self.measure(report)
         self._begin(self._at_most_ms, steps_left)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
 
@@ -355,11 +351,6 @@ def _step_ms(report: AverageReport) -> float:
     return max(facts.compute_ms + facts.setup_ms for facts in report.ranks) + min(
         facts.exposed_ms for facts in report.ranks
     )
-
-
-def _cautious_step_ms(report: AverageReport) -> float:
-    """The same, too long where a rank waited in the step before for one that had more to do there."""
-    return max(facts.compute_ms + facts.exposed_ms + facts.setup_ms for facts in report.ranks)
 
 
 def _pays_for_sharing(slowness: float, steps_left: float, *, step_ms: float = math.inf) -> bool:
