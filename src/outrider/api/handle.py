@@ -26,7 +26,7 @@ from torch import nn
 from outrider.api.run_html import run_html
 from outrider.api.run_talk import RunTalk
 from outrider.errors import OutriderError
-from outrider.launch.interruption import SignalGuard, end_as_interrupted, ending
+from outrider.launch.interruption import SignalGuard, ending
 from outrider.launch.interruption_report import say_interrupted, say_stopping
 from outrider.launch.ranks import Ranks
 from outrider.record.epoch_metrics import EpochMetrics, from_json
@@ -273,11 +273,6 @@ class StartedRun(Run):
         is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
         if is_interrupted and self.is_running and self.ranks.interrupted_by is None:
             self._interrupt(signal.SIGINT)
-        self._end_before_exit()
-        if is_interrupted:
-            end_as_interrupted()
-
-    def _end_before_exit(self) -> None:
         if self.is_running and self.ranks.interrupted_by is None:
             self.close()
             print(_ENDED_AT_EXIT.format(folder=self.run_dir), file=sys.stderr)

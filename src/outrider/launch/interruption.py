@@ -6,7 +6,6 @@ guard (the handle of a run, a session, or the process of a rank) decides how to 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -110,15 +109,6 @@ def is_interruption(error: BaseException, link: Link) -> bool:
     if isinstance(error, Exception):
         return False
     return link.interrupted_by is not None or isinstance(error, KeyboardInterrupt)
-
-
-def end_as_interrupted() -> None:
-    """Let Python end this program as Ctrl-C does, so that a shell's loop around it ends too; called at exit.
-
-    Python remembers an uncaught KeyboardInterrupt, but forgets it when modules that are imported at exit call `exec`.
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
 
 
 def ending(number: signal.Signals) -> BaseException:
