@@ -23,6 +23,7 @@ class Measured:
     exact_rate: float | None
     own_rates: tuple[float, ...] | None
     lone: int | None = None
+    may_rest: bool = True
     usual_samples: int = BATCH
     unshared_reason: str | None = None
 
@@ -102,7 +103,7 @@ def test_a_much_slower_rank_is_not_worth_it() -> None:
 def test_local_steps_must_beat_the_fastest_device_where_ranks_cannot_rest() -> None:
     """Ranks of a user's own loop share every step even where that is slow: better than that is not good enough."""
     chooser = PolicyChooser(world_size=2)
-    [decision] = exact(chooser, Measured(0.3, (1.0, 0.5)), steps=9)
+    [decision] = exact(chooser, Measured(0.3, (1.0, 0.5), may_rest=False), steps=9)
     assert chooser.is_exact
     assert decision.reason == (
         "ranks share every step, 0.30x the fastest rank alone: give the run that device only; local steps would learn "

@@ -210,6 +210,11 @@ class Splitter:
         return self._alone.rank
 
     @property
+    def may_rest(self) -> bool:
+        """Whether one rank may work alone while the others rest."""
+        return self._may_rest
+
+    @property
     def stretch(self) -> int:
         """Batches that rank takes alone until all ranks meet again."""
         return self._alone.stretch

@@ -77,8 +77,8 @@ class PolicyChooser:
         self._exact_rate = rate
         worth = sample_worth(EXPECTED_WINDOW, ranks=effective_ranks(own_rates))
         local_rate = sum(own_rates) * (1 - EXPECTED_OVERHEAD)
-        # Ranks of a user's own loop cannot rest: there the fastest device alone may beat shared steps.
-        best_rate = max(rate, *own_rates)
+        # Where ranks cannot rest, as in a user's own loop, the fastest device alone may beat shared steps.
+        best_rate = rate if splitter.may_rest else max(rate, *own_rates)
         gain = local_rate * worth / best_rate
         if gain < LEAST_GAIN:
             return self._told_once(self._stays(splitter, gain))
@@ -95,7 +95,7 @@ class PolicyChooser:
         how = f"ranks share every step, {speed:.2f}x the fastest rank alone"
         if splitter.lone is not None:
             how = f"rank {splitter.lone} alone is faster than sharing"
-        elif speed < CLEARLY_SLOWER:
+        elif speed < CLEARLY_SLOWER and not splitter.may_rest:
             how += ": give the run that device only"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
         return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"
