@@ -402,6 +402,38 @@ def test_nobody_rests_where_shares_were_given_or_memory_binds_or_the_driver_cann
     assert set(told(splitter, steps=64, exposed_ms=0.3)) == {None}
 
 
+@pytest.mark.parametrize(("only", "ends_alone"), [(0, 0), (1, None)])
+def test_only_the_named_rank_may_work_alone(only: int, ends_alone: int | None) -> None:
+    splitter = Splitter(world_size=2, may_rest=True, only_alone=only)
+    assert told(splitter, steps=200, exposed_ms=0.3)[-1] == ends_alone
+    assert [splitter.may_work_alone(rank) for rank in range(2)] == [only == 0, only == 1]
+
+
+@pytest.mark.parametrize(("only", "ends_alone"), [(0, 0), (1, None)])
+def test_only_the_named_rank_may_begin_alone(only: int, ends_alone: int | None) -> None:
+    splitter = Splitter(world_size=2, may_rest=True, only_alone=only)
+    splitter.hint((0.9, 0.1))
+    splitter.begin(TOTAL, left=1000 * TOTAL)
+    assert splitter.lone == ends_alone
+
+
+def test_a_rank_that_is_to_stay_alone_stays_whatever_is_measured() -> None:
+    splitter, resumed = (Splitter(world_size=2, may_rest=True) for _ in range(2))
+    told(splitter, steps=16, exposed_ms=0.3)
+    splitter.stay_alone(0)
+    for ms in (1.0, 50.0, 500.0):
+        assert [splitter.learn_alone(stretch(ms=ms, batches=1024)) for _ in range(64)] == [[]] * 64
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    assert [resumed.learn_alone(stretch(ms=50.0, batches=1024)) for _ in range(64)] == [[]] * 64
+    assert (splitter.lone, resumed.lone) == (0, 0)
+
+
+def test_nobody_rests_once_all_are_to_share() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    splitter.share_always()
+    assert set(told(splitter, steps=200, exposed_ms=0.3)) == {None}
+
+
 def test_sharing_is_explored_anew_after_a_rest() -> None:
     splitter = Splitter(world_size=2, may_rest=True)
     told(splitter, steps=64, exposed_ms=0.3)

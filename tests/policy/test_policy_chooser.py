@@ -23,9 +23,12 @@ class Measured:
     exact_rate: float | None
     own_rates: tuple[float, ...] | None
     lone: int | None = None
-    may_rest: bool = True
+    candidates: tuple[int, ...] = (0, 1, 2, 3)
     usual_samples: int = BATCH
     unshared_reason: str | None = None
+
+    def may_work_alone(self, rank: int) -> bool:
+        return rank in self.candidates
 
 
 @dataclass
@@ -101,14 +104,20 @@ def test_a_much_slower_rank_is_not_worth_it() -> None:
 
 
 def test_local_steps_must_beat_the_fastest_device_where_ranks_cannot_rest() -> None:
-    """Ranks of a user's own loop share every step even where that is slow: better than that is not good enough."""
+    """Where all ranks share every step although that is slow, better than that is not good enough."""
     chooser = PolicyChooser(world_size=2)
-    [decision] = exact(chooser, Measured(0.3, (1.0, 0.5), may_rest=False), steps=9)
+    [decision] = exact(chooser, Measured(0.3, (1.0, 0.5), candidates=()), steps=9)
     assert chooser.is_exact
     assert decision.reason == (
         "ranks share every step, 0.30x the fastest rank alone: give the run that device only; local steps would learn "
         "0.97x as much per second"
     )
+
+
+def test_the_fastest_device_is_to_be_named_first_where_only_rank_0_may_work_alone() -> None:
+    chooser = PolicyChooser(world_size=2)
+    [decision] = exact(chooser, Measured(0.3, (0.5, 1.0), candidates=(0,)), steps=9)
+    assert "0.30x the fastest rank alone: give the run that device only, or name it first; local" in decision.reason
 
 
 def test_a_report_on_its_way_does_not_choose_local_steps_twice() -> None:

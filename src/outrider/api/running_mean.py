@@ -56,12 +56,18 @@ class RunningMean:
         # Count at least one step: the last batch of an epoch may be a fraction of a step.
         self._follow(max(self._counted, self._count()) + 1)
 
-    def average(self) -> None:
-        """Make the average equal on all ranks; the session calls this at the end of a loop over batches()."""
+    def average(self, *, source: int | None = None) -> None:
+        """Make the average equal on all ranks; the session calls this at the end of a loop over batches().
+
+        It becomes that of rank `source`, if given: the other ranks have not followed all steps.
+        """
         if self._has_begun:
             self._follow(self._count())
+        if self._has_begun or source is not None:
             self._counted = self._count()
-        if self._averages is not None:
+        if self._averages is not None and source is not None:
+            self._averages.broadcast(source)
+        elif self._averages is not None:
             self._averages.average_parameters(1)
             self._averages.average_buffers(1)
 

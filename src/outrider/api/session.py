@@ -474,8 +474,9 @@ class Session:
 
     def _average_means(self) -> None:
         """Average the running means over ranks; called when all ranks have ended a pass."""
+        source = 0 if self._joined().has_rested else None
         for mean in self._means:
-            mean.average()
+            mean.average(source=source)
 
     def _show_progress(self, run: SessionRun) -> None:
         bar = self._talk.bar

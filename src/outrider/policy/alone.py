@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -70,8 +70,12 @@ GIVES_WAY_BELOW = 0.9
 class Alone:
     """Compares one rank alone with shared steps: fitted times decide what to try, measured times decide what stays."""
 
-    def __init__(self, *, longest_stretch_s: float = LONGEST_STRETCH_S) -> None:
+    def __init__(self, *, longest_stretch_s: float = LONGEST_STRETCH_S, only: int | None = None) -> None:
+        """`only`: the one rank that may work alone; None if any may."""
         self._longest_ms = 1e3 * longest_stretch_s
+        self._only = only
+        self.stays = False
+        """Whether a rank works alone until the end of the run, whatever is measured."""
         self.rank: int | None = None
         """The rank that works alone; None while all ranks share steps."""
         self.lasted = 0
@@ -122,6 +126,12 @@ class Alone:
         self._slowness = slowness
         self.is_unshared = not _pays_for_sharing(slowness, steps_left)
 
+    def stay(self, rank: int) -> None:
+        """Let a rank work alone from now on, whatever is measured."""
+        if self.rank != rank:
+            self._enter(rank, 0.0)
+        self.stays = True
+
     def _steps_of(self, step_ms: float) -> int:
         """Steps of a stretch: about two seconds, enough to make meeting cheap, and no longer than others can wait."""
         step_ms = max(step_ms, 1e-6)
@@ -158,10 +168,10 @@ class Alone:
         self.measure(report)
         if len(self._shared_ms) < CLEAR_SHARED_STEPS or self._left > 0:
             return None
-        times_ms = [
+        times_ms = self._of_candidates(
             min(cost.fixed_ms + cost.per_sample_ms * total, at_most_ms)
             for cost, at_most_ms in zip(costs, self._at_most_ms or [math.inf] * len(costs), strict=True)
-        ]
+        )
         alone_ms = min(times_ms)
         if len(self._shared_ms) < SHARED_STEPS and alone_ms > CLEARLY_QUICKER * self._shared:
             return None
@@ -173,6 +183,10 @@ class Alone:
         self._begin(times_ms, steps_left)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
 
+    def _of_candidates(self, times_ms: Iterable[float]) -> list[float]:
+        """The times, infinite for ranks that may not work alone."""
+        return [ms if self._only in (None, rank) else math.inf for rank, ms in enumerate(times_ms)]
+
     def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
         """Whether a trial against the advice of the fitted time costs little of the rest of the run."""
         if self._is_tried or steps_left is None or alone_ms >= TRIED_ONCE_BELOW * self._shared:
@@ -183,14 +197,16 @@ class Alone:
         """Record a steady shared step before times can be fitted; returns the reason if a rank continues alone."""
         if not self._at_most_ms:
             return None
-        alone_ms, *others_ms = sorted(self._at_most_ms)
-        is_clear = alone_ms < CLEARLY_LESS * _step_ms(report) and alone_ms * CLEARLY_FASTER < min(others_ms)
+        times_ms = self._of_candidates(self._at_most_ms)
+        alone_ms = min(times_ms)
+        next_ms = sorted(self._at_most_ms)[1] if alone_ms <= min(self._at_most_ms) else 0.0
+        is_clear = alone_ms < CLEARLY_LESS * _step_ms(report) and alone_ms * CLEARLY_FASTER < next_ms
         self._num_clear = self._num_clear + 1 if is_clear else 0
         if self._num_clear < CLEAR_STEPS:
             return None
         self._num_clear = 0
         self.measure(report)
-        self._begin(self._at_most_ms, steps_left)
+        self._begin(times_ms, steps_left)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
 
     def _begin(self, times_ms: Sequence[float], steps_left: float | None) -> None:
@@ -236,11 +252,13 @@ class Alone:
             # Stretches on trial are short, so spread the cost of meeting over the length of a regular stretch.
             self._expected_ms = step_ms + facts.exposed_ms / self._steps_of(step_ms)
             self._is_proven = True
+            if self.stays:
+                return None
             if self._slowness is not None:
                 return self._try_others_at_first(self._slowness, steps_left)
             if (change := self._other(steps_left)) is not None:
                 return change
-        if self._left > 0:
+        if self._left > 0 or self.stays:
             return None
         self._try_others()
         return "the other ranks have rested for long, and are tried again"
@@ -322,6 +340,7 @@ class Alone:
             "alone_ms": [[rank, ms] for rank, ms in self._alone_ms.items()],
             "slowness": self._slowness,
             "is_unshared": self.is_unshared,
+            "stays": self.stays,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -341,6 +360,7 @@ class Alone:
         self._alone_ms = dict(state.get("alone_ms", ()))
         self._slowness = state.get("slowness")
         self.is_unshared = state.get("is_unshared", False)
+        self.stays = state.get("stays", False)
 
 
 def _step_ms(report: AverageReport) -> float:

@@ -178,10 +178,11 @@ class Splitter:
         speed_hints: Sequence[float] | None = None,
         caps: Caps | None = None,
         may_rest: bool = False,
+        only_alone: int | None = None,
         shares_first: bool = False,
         longest_stretch_s: float = LONGEST_STRETCH_S,
     ) -> None:
-        """`may_rest` if the driver lets one rank work alone while the others rest.
+        """`may_rest` if the driver lets one rank work alone while the others rest: any, or `only_alone`.
 
         `shares_first` if ranks must share steps first, however short the run. `longest_stretch_s` is how long other
         ranks may wait for one that works alone.
@@ -202,17 +203,25 @@ class Splitter:
         # No rank works alone if the user gave shares, or if caps limit what a device can hold.
         self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
         self._may_begin_alone = self._may_rest and not shares_first
-        self._alone = Alone(longest_stretch_s=longest_stretch_s)
+        self._only_alone = only_alone
+        self._alone = Alone(longest_stretch_s=longest_stretch_s, only=only_alone)
 
     @property
     def lone(self) -> int | None:
         """The rank that takes whole batches alone from now on, while the others rest; None if all share."""
         return self._alone.rank
 
-    @property
-    def may_rest(self) -> bool:
-        """Whether one rank may work alone while the others rest."""
-        return self._may_rest
+    def may_work_alone(self, rank: int) -> bool:
+        """Whether this rank may work alone while the others rest."""
+        return self._may_rest and self._only_alone in (None, rank)
+
+    def share_always(self) -> None:
+        """Let no rank work alone, from now on; called before the first step."""
+        self._may_rest = self._may_begin_alone = False
+
+    def stay_alone(self, rank: int) -> None:
+        """Let a rank work alone until the end of the run, because others cannot share its steps."""
+        self._alone.stay(rank)
 
     @property
     def stretch(self) -> int:
@@ -259,6 +268,8 @@ class Splitter:
             return []
         self._usual = self._made(total)
         rank = self._hints.index(fastest)
+        if not self.may_work_alone(rank):
+            return []
         self._alone.begin(rank, slowness=fastest / min(self._hints), steps_left=left / total)
         reason = f"the others together have {others / fastest:.2g} of the speed of rank {rank}, which begins alone"
         return [Decision("alone", rank, reason)]
@@ -407,7 +418,7 @@ class Splitter:
         split = state["split"]
         self._usual = split and Split(samples=tuple(split["samples"]), reason=split["reason"])
         alone = state.get("alone")
-        if alone is not None and (self._may_rest or alone["rank"] is None):
+        if alone is not None and (alone["rank"] is None or self.may_work_alone(alone["rank"])):
             self._alone.restore(alone)
 
     def _refit(self) -> list[Decision]:

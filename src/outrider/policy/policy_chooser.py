@@ -77,26 +77,28 @@ class PolicyChooser:
         self._exact_rate = rate
         worth = sample_worth(EXPECTED_WINDOW, ranks=effective_ranks(own_rates))
         local_rate = sum(own_rates) * (1 - EXPECTED_OVERHEAD)
-        # Where ranks cannot rest, as in a user's own loop, the fastest device alone may beat shared steps.
-        best_rate = rate if splitter.may_rest else max(rate, *own_rates)
+        # Where the fastest rank may not work alone, as rank 1 in a user's own loop, it may yet beat shared steps.
+        fastest = own_rates.index(max(own_rates))
+        best_rate = rate if splitter.may_work_alone(fastest) else max(rate, *own_rates)
         gain = local_rate * worth / best_rate
         if gain < LEAST_GAIN:
             return self._told_once(self._stays(splitter, gain))
         if left is not None and left < LEAST_STEPS_LEFT * splitter.usual_samples:
             return self._told_once(f"{self._stays(splitter, gain)}, but the run is nearly over")
-        self.fastest = own_rates.index(max(own_rates))
+        self.fastest = fastest
         than = "the fastest rank alone" if best_rate > rate or splitter.lone is not None else "shared steps"
         reason = _promise(gain, local_rate / best_rate, worth, than=than)
         return [self._change(report, is_exact=False, reason=reason)]
 
     def _stays(self, splitter: Splitter, gain: float) -> str:
-        best = max(splitter.own_rates or (self._exact_rate,))
-        speed = self._exact_rate / best
+        rates = splitter.own_rates or (self._exact_rate,)
+        fastest = rates.index(max(rates))
+        speed = self._exact_rate / rates[fastest]
         how = f"ranks share every step, {speed:.2f}x the fastest rank alone"
         if splitter.lone is not None:
             how = f"rank {splitter.lone} alone is faster than sharing"
-        elif speed < CLEARLY_SLOWER and not splitter.may_rest:
-            how += ": give the run that device only"
+        elif speed < CLEARLY_SLOWER and not splitter.may_work_alone(fastest):
+            how += f": give the run that device only{', or name it first' if fastest else ''}"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
         return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"
 

@@ -91,12 +91,17 @@ class Driver:
         meter: Meter,
         recorder: Recorder,
         border: SegmentBorder | None = None,
+        may_lag: bool = True,
         stop_requested: Callable[[], bool] = lambda: False,
         pause_due: Callable[[], bool] = lambda: False,
         on_step: Callable[[], None] = lambda: None,
         on_choice: Callable[[Decision], None] = lambda decision: None,
         on_report: Callable[[str, AverageReport], None] = lambda kind, report: None,
     ) -> None:
+        """`may_lag`: whether ranks may keep old parameters after another one trained alone, until they are needed.
+
+        Not in a user's loop, whose code may read the model at any time.
+        """
         self.averages = averages
         self.meter = meter
         self._replica = replica
@@ -104,6 +109,7 @@ class Driver:
         self.activity = recorder.activity
         """What this rank is doing, for the live page."""
         self._border = border
+        self._may_lag = may_lag
         self._stop_requested = stop_requested
         self._pause_due = pause_due
         self._on_step = on_step
@@ -117,6 +123,8 @@ class Driver:
         self._anchor: int | None = None
         self._drift: float | None = None
         self._lead: Lead | None = None
+        self.num_hand_overs = 0
+        """How often ranks caught up with one that trained alone."""
         self._has_leased = False
         self._stepped_since_begin = self._is_laid_out = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
@@ -444,14 +452,19 @@ class Driver:
 
     def _hand_over(self, effect: HandOver) -> AverageReport:
         """Announce that `source` has newer state; with `may_wait` only `catch_up()` copies it, if ever."""
-        self._lead = Lead(effect.source, at=self.seen + effect.at)
-        if self.lags:
+        report = self._confer(Confer(effect.source, effect.samples))
+        self._lead = Lead(effect.source, at=self.seen + min(effect.at, self._last_position))
+        if not (effect.may_wait and self._may_lag):
+            self.catch_up()
+        elif self.lags:
             # This rank has nothing else to do now, and every rank reports its learning rate.
             self._replica.follow_schedule(self._lead.at)
-        report = self._confer(Confer(effect.source, effect.samples))
-        if not effect.may_wait:
-            self.catch_up()
         return report
+
+    @property
+    def _last_position(self) -> int:
+        """The last position of the segment that averages have accounted for: a user may leave before the planned end."""
+        return max(self.span.start, self.span.start + self._reached - self._reached_before - 1)
 
     def catch_up(self, *, is_training: bool = True) -> float:
         """Bring all ranks up to date with the rank that trained alone, if any; returns the time it took, in s.
@@ -464,6 +477,7 @@ class Driver:
         started_s = time.perf_counter()
         with self.activity.during("average"):
             self.averages.hand_over(lead.source, at=lead.at)
+        self.num_hand_overs += 1
         elapsed_s = time.perf_counter() - started_s
         self._recorder.event("hand over", source=lead.source, ms=round(elapsed_s * 1e3, 3))
         if is_training:

@@ -87,8 +87,9 @@ class RankLife:
         world: World,
         setting: RunSetting,
         may_rest: bool,
+        only_alone: int | None = None,
     ) -> None:
-        """`may_rest`: whether slow ranks may leave whole batches to a fast one."""
+        """`may_rest`: whether ranks may leave whole batches to a fast one, which may be any or `only_alone`."""
         self.link = link
         self.recipe = recipe
         self.config = config
@@ -110,6 +111,7 @@ class RankLife:
             shares=recipe.shares,
             speed_hints=recipe.speed_hints,
             may_rest=may_rest,
+            only_alone=only_alone,
             shares_first=setting.is_trial,
             longest_stretch_s=min(LONGEST_STRETCH_S, STRETCH_PART * config.timeout_s),
         )
@@ -150,6 +152,7 @@ class RankLife:
         replica: RankReplica,
         *,
         clocks: DeviceClocks | None = None,
+        may_lag: bool = True,
         stop_requested: Callable[[], bool],
         pause_due: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
@@ -177,6 +180,7 @@ class RankLife:
             meter=meter,
             recorder=self.recorder,
             border=SegmentBorder(self.world),
+            may_lag=may_lag,
             stop_requested=stop_requested,
             pause_due=pause_due,
             on_step=on_step,

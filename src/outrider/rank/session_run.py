@@ -53,6 +53,9 @@ from outrider.world.messages import Link
 from outrider.world.world import World, agree_on_interruption
 
 
+MAIN_RANK = 0
+
+
 class SessionRun:
     """From the user's models to the last record, on one rank."""
 
@@ -66,7 +69,11 @@ class SessionRun:
             devices=tuple(str(spec) for spec in world.specs),
             is_trial=is_trial(),
         )
-        self._life = RankLife(link, recipe, config, world=world, setting=setting, may_rest=False)
+        # Only rank 0 may train alone: it prints, evaluates and saves. Under `balanced` every rank runs every batch.
+        may_rest = recipe.policy_spec.switches
+        self._life = RankLife(
+            link, recipe, config, world=world, setting=setting, may_rest=may_rest, only_alone=MAIN_RANK
+        )
         self.link, self.world, self.recipe, self.config = link, world, recipe, config
         self.folder, self.devices, self.recorder = self._life.folder, self._life.devices, self._life.recorder
         self.replica: LoopReplica | None = None
@@ -108,6 +115,8 @@ class SessionRun:
         self._trained_s = 0.0
         self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
+        self._has_rested = False
+        self._hand_overs_before = 0
         self.metrics: EpochMetrics | None = None
         """Metrics of the newest epoch with a finished pass; equal on all ranks, except for the evaluation."""
 
@@ -126,6 +135,24 @@ class SessionRun:
                 "the running mean (EMA) begins anew: checkpoints do not hold it; save ema.state_dict() yourself and "
                 "load it after a resume"
             )
+
+    def share_always(self) -> None:
+        """Let all ranks run the loop for every batch of shared steps; called before the first one, on all ranks."""
+        self._life.splitter.share_always()
+
+    @property
+    def has_rested(self) -> bool:
+        """Whether ranks rested in the current or last pass, while rank 0 trained alone; the same on all ranks."""
+        return self._has_rested
+
+    def _rest_for_good(self) -> None:
+        """Leave shared steps to rank 0: another rank would take them with other settings. All ranks call this."""
+        self._life.splitter.stay_alone(MAIN_RANK)
+        self._warn(
+            "the settings of an optimizer (such as its learning rate) differ between ranks after some of them rested, "
+            "so rank 0 trains alone from now on: make a schedule of your own a function of s.global_step, or pass "
+            'policy="balanced"'
+        )
 
     def _warn(self, text: str) -> None:
         if self.world.rank == 0:
@@ -163,12 +190,19 @@ class SessionRun:
         )
         life.adopt(
             replica,
+            may_lag=False,
             stop_requested=lambda: self.loop.is_leaving,
             pause_due=lambda: life.clock.is_due() or self.link.wants_stop or self.wants_meeting,
             samples_seen=lambda: self.samples_seen,
             steps_at=lambda samples: replica.counts.steps.at(samples),
         )
-        self.loop = UserLoop(life.driver, replica, num_ranks=world.size, warn=self._warn)
+        self.loop = UserLoop(
+            life.driver,
+            replica,
+            num_ranks=world.size,
+            warn=self._warn,
+            on_other_settings=self._rest_for_good,
+        )
         resumed = life.resume(replica.identity())
         if resumed is not None:
             self._go_back(replica, resumed)
@@ -238,6 +272,7 @@ class SessionRun:
             ),
         )
         self._reached_before = self._life.driver.reached
+        self._hand_overs_before = self._life.driver.num_hand_overs
         self._draw_on()
         if not self._rhythm or self._rhythm[-1][0] != source.batch_size:
             self._rhythm.append((source.batch_size, self._consumed))
@@ -345,6 +380,7 @@ class SessionRun:
         self.loop.end_pass()
         self._trained_s += self._pass.seconds
         driver = self._life.driver
+        self._has_rested = driver.num_hand_overs > self._hand_overs_before
         # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples

@@ -24,18 +24,36 @@ from outrider.rank.averaged_gradients import AveragedGradients
 from outrider.rank.driver import Driver, Segment, StepEffects
 from outrider.rank.window import later_facts, ordinals
 from outrider.replica.loop_replica import LoopReplica, refuse_step
+from outrider.replica.loop_state import digest_of_settings
 
+COMPARED_STEPS = 2
+"""Optimizer steps after a rest in which ranks compare the settings of their optimizers."""
 BORROWED = 2
 """Samples that a rank without samples of its own computes on and discards, to run the same user code."""
 _MOST_FRAMES = 12
+_UNKNOWN = -1
 
 
 class UserLoop:
     """One rank's part of the user's loop; call `next_batch` until it returns None, or `leave` at any time."""
 
-    def __init__(self, driver: Driver, replica: LoopReplica, *, num_ranks: int, warn: Callable[[str], None]) -> None:
-        """`warn` receives warnings for the user about the loop."""
+    def __init__(
+        self,
+        driver: Driver,
+        replica: LoopReplica,
+        *,
+        num_ranks: int,
+        warn: Callable[[str], None],
+        on_other_settings: Callable[[], None],
+    ) -> None:
+        """`warn` receives warnings for the user about the loop.
+
+        Call `on_other_settings` on all ranks if they stepped with different settings after some of them rested.
+        """
         self._driver = driver
+        self._on_other_settings = on_other_settings
+        self._num_compared = sys.maxsize
+        self._num_hand_overs = 0
         self._num_ranks = num_ranks
         self._warn = warn
         self._has_told_apart = self._has_told_idle = self._has_told_lossless = False
@@ -274,8 +292,21 @@ class UserLoop:
         assert self._shared is not None
         self._meter.stop_compute()
         self._meter.took_update(self._lap_s())
+        self._compare_settings()
         self._put_down()
         return self._driver.ended_shared_step(self.samples, self._shared)
+
+    def _compare_settings(self) -> None:
+        """Compare the settings of optimizers after a rest: code of the user's own may count the steps of its rank."""
+        if self._num_hand_overs != self._driver.num_hand_overs:
+            self._num_hand_overs, self._num_compared = self._driver.num_hand_overs, 0
+        if self._num_compared >= COMPARED_STEPS * self._replica.counts.per_step.at_least:
+            return
+        self._num_compared += 1
+        # A rank that left the loop took this step without the user's code.
+        own = _UNKNOWN if self.is_leaving else digest_of_settings(self._replica.optimizers)
+        if len({*self._driver.averages.gather(own)} - {_UNKNOWN}) > 1:
+            self._on_other_settings()
 
     def _put_down(self) -> None:
         self._effect, self.is_inside = None, False

@@ -24,6 +24,7 @@ from outrider.replica.foreign_averages import refuse_wrapped, watch_wrapping
 from outrider.replica.logged_scalars import LoggedScalars
 from outrider.replica.loop_losses import LoopLosses
 from outrider.replica.loop_scaler import LoopScaler, unscaled_loss
+from outrider.replica.loop_state import loop_state, take_loop_state
 from outrider.replica.loss_sums import LossSums, refuse_bad
 from outrider.replica.other_optimizers import OtherOptimizers
 from outrider.replica.portable_state import load_optimizer
@@ -202,6 +203,14 @@ class LoopReplica:
         if self.scaler is not None and state.get("scaler"):
             self.scaler.restore(state["scaler"])
 
+    def loop_state(self) -> dict[str, Any]:
+        """What the user's loop changes besides parameters and optimizer state, for a rank that rested."""
+        return loop_state(self)
+
+    def take_loop_state(self, state: dict[str, Any], *, at: int) -> None:
+        """Continue as the rank that trained alone, `at` these samples of the world."""
+        take_loop_state(self, state, at=at)
+
     def _parameters_of(self, state: dict[str, Any]) -> list[nn.Parameter]:
         """The parameters whose gradients were saved; older checkpoints include frozen parameters."""
         if "trained" in state:
@@ -285,7 +294,10 @@ class LoopReplica:
 
     def follow_schedule(self, at: int) -> None:
         """Advance the schedule, a function of the world's samples, so that it is equal for all policies."""
-        due = self.counts.due(at)
+        self.tick_to(self.counts.due(at))
+
+    def tick_to(self, due: int) -> None:
+        """Advance the schedule to this tick, unless it is there already."""
         while self.schedulers and self.ticks < due:
             for scheduler in self.schedulers:
                 _own_kind(scheduler).step(scheduler)

@@ -284,6 +284,14 @@ class Replica:
         """Like `check_loss`, but without waiting: on a GPU it checks the losses up to the previous call."""
         refuse_bad(self.loss_sums.bad_steps_so_far(), self)
 
+    def loop_state(self) -> dict[str, Any]:
+        """Nothing: there is no loop of the user's own."""
+        return {}
+
+    def take_loop_state(self, state: dict[str, Any], *, at: int) -> None:
+        """Continue as the rank that trained alone, `at` these samples of the world."""
+        self.follow_schedule(at)
+
     def follow_schedule(self, at: int) -> None:
         """Advance the schedule, a function of the world's samples, so that it is equal for all policies."""
         if self.scheduler is None:

@@ -63,6 +63,14 @@ class BatchesPerStep:
     def open_pass(self) -> None:
         self._since_step_in_pass = 0
 
+    def since_step(self) -> list[int]:
+        """Batches since the last step: in all, and in this pass."""
+        return [self._since_step, self._since_step_in_pass]
+
+    def continue_from(self, since_step: list[int]) -> None:
+        """Continue the count of another rank."""
+        self._since_step, self._since_step_in_pass = since_step
+
     def saw_batch(self) -> None:
         self._since_step += 1
         self._since_step_in_pass += 1

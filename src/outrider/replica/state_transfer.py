@@ -1,4 +1,4 @@
-"""Transfers the state of one replica to another besides parameters: optimizer state and number of steps.
+"""Transfers the state of one replica to another besides parameters: optimizers, steps, and that of a user's loop.
 
 Writes existing tensors in place, because captured steps contain their addresses. Called after one rank has trained
 alone.
@@ -28,29 +28,37 @@ class Cargo:
     tensors: Sequence[Tensor]
 
 
+_LOOP = -1
+"""The number under which the state of a user's loop travels, beside those of parameters."""
+
+
 def pack(replica: RankReplica) -> Cargo:
     """All state that steps change, except parameters, buffers and the schedule, which is a function of samples."""
-    state: State = replica.optimizer.state_dict()["state"]
+    state: State = {_LOOP: loop} if (loop := replica.loop_state()) else {}
+    state |= replica.optimizer.state_dict()["state"]
     return Cargo(replica.steps, write_manifest(state), _tensors(state))
 
 
 def places(replica: RankReplica, manifest: bytes) -> list[Tensor]:
     """The destinations of a manifest's tensors: existing tensors, or new ones if the replica's state differs."""
     told = read_manifest(manifest)
+    of_loop = _empty(told.pop(_LOOP, {}))
     if _has_place(replica.optimizer, told):
-        return [own[key] for own, entry in _pairs(replica.optimizer, told) for key in entry if _is_tensor(entry[key])]
-    return [torch.empty_strided(form.shape, form.stride, dtype=form.dtype) for form in _tensors(told)]
+        pairs = _pairs(replica.optimizer, told)
+        return of_loop + [own[key] for own, entry in pairs for key in entry if _is_tensor(entry[key])]
+    return of_loop + _empty(told)
 
 
 @torch.no_grad()
 def take_over(replica: RankReplica, cargo: Cargo, *, at: int) -> None:
     """Apply the state as if this replica had taken the steps; `at` is the world's samples at the last step."""
     state = _filled(read_manifest(cargo.manifest), cargo.tensors)
+    loop = state.pop(_LOOP, {})
     if _has_place(replica.optimizer, state):
         _write(replica.optimizer, state)
     else:
         _replace(replica, state)
-    replica.follow_schedule(at)
+    replica.take_loop_state(loop, at=at)
     replica.steps = cargo.steps
 
 
@@ -58,9 +66,13 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor | TensorForm)
 
 
-def _tensors(state: State) -> list[Any]:
+def _tensors(state: Any) -> list[Any]:
     """All tensors, or their forms, in the order of the manifest."""
     return [leaf for leaf in tree_leaves(state) if _is_tensor(leaf)]
+
+
+def _empty(told: Any) -> list[Tensor]:
+    return [torch.empty_strided(form.shape, form.stride, dtype=form.dtype) for form in _tensors(told)]
 
 
 def _filled(state: State, tensors: Sequence[Tensor]) -> State:
@@ -100,7 +112,16 @@ def _shape(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(replica: RankReplica, told: State) -> None:
-    optimizer = replica.optimizer
+    first = 0
+    for optimizer in replica.optimizers:
+        # Parameters are numbered through all optimizers.
+        stop = first + sum(len(group["params"]) for group in optimizer.param_groups)
+        _load(optimizer, {number - first: entry for number, entry in told.items() if first <= number < stop})
+        first = stop
+    replica.forget_captures()
+
+
+def _load(optimizer: torch.optim.Optimizer, told: State) -> None:
     form = OptimizerForm(optimizer)
     # Loading may keep a reference to a tensor, which may belong to another replica.
     own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, told)
@@ -109,4 +130,3 @@ def _replace(replica: RankReplica, told: State) -> None:
     for loaded, entry in _pairs(optimizer, told):
         loaded.update({key: value for key, value in entry.items() if not any(map(_is_tensor, tree_leaves(value)))})
     form.restore()
-    replica.forget_captures()

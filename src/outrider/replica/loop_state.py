@@ -1,0 +1,98 @@
+"""The state that a user's loop keeps outside of parameters and optimizer state, for a rank whose loop body did not run.
+
+Decides what another rank must take over so that both then take the same shared steps: settings of parameter groups,
+frozen parameters, unfinished gradients, the loss scale, counts of the schedule. Called by `LoopReplica` after one rank
+trained alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.replica.loop_replica import LoopReplica
+
+
+def loop_state(replica: LoopReplica) -> dict[str, Any]:
+    """The state to send, as numbers, text and tensors."""
+    return {
+        "settings": settings_of(replica.optimizers),
+        "trained": [parameter.requires_grad for parameter in replica.model.parameters()],
+        "ticks": replica.ticks,
+        "counts": replica.counts.state() | {"since_step": replica.counts.per_step.since_step()},
+        "scaler": None if replica.scaler is None else replica.scaler.state(),
+        "gradients": _unfinished_gradients(replica),
+    }
+
+
+def take_loop_state(replica: LoopReplica, state: dict[str, Any], *, at: int) -> None:
+    """Continue with the received state, `at` these samples of the world."""
+    replica.counts.restore(state["counts"])
+    replica.counts.per_step.continue_from(state["counts"]["since_step"])
+    # Schedules compute a rate from the one before, so they advance before this rank takes over the rates.
+    replica.tick_to(state["ticks"])
+    replica.at = at
+    _set(replica.optimizers, state["settings"])
+    for parameter, is_trained in zip(replica.model.parameters(), state["trained"], strict=True):
+        if parameter.requires_grad != is_trained:
+            parameter.requires_grad_(is_trained)
+    if replica.scaler is not None and state["scaler"]:
+        replica.scaler.restore(state["scaler"])
+    _continue_gradients(replica, state["gradients"])
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[str, Any]]]:
+    """Numbers and text of the parameter groups: rates, momenta, weight decay, whatever a loop may change."""
+    return [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def digest_of_settings(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """A hash of the settings, in 48 bits, which facts carry exactly."""
+    words = json.dumps(settings_of(optimizers)).encode()
+    return int.from_bytes(blake2b(words, digest_size=6).digest())
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor):
+            value = value.item() if value.numel() == 1 else None
+        if key != "params" and isinstance(value, int | float | str | tuple):
+            found[key] = value
+    return found
+
+
+def _set(optimizers: Sequence[torch.optim.Optimizer], told: list[list[dict[str, Any]]]) -> None:
+    for optimizer, groups in zip(optimizers, told, strict=True):
+        if len(groups) != len(optimizer.param_groups):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has {len(groups)} parameter groups on the rank that trained alone, "
+                f"{len(optimizer.param_groups)} on a rank that rested: add_param_group() was called inside the loop",
+                hint='call it between two loops over batches(), or pass policy="balanced"',
+            )
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in settings.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+
+def _unfinished_gradients(replica: LoopReplica) -> dict[int, Tensor]:
+    """Gradients by the number of their parameter: the user may be accumulating them."""
+    parameters = enumerate(replica.arena.parameters)
+    return {number: one.grad for number, one in parameters if one.grad is not None and not one.grad.is_sparse}
+
+
+def _continue_gradients(replica: LoopReplica, told: dict[int, Tensor]) -> None:
+    """Take over unfinished gradients; those of this rank's own last batches are in steps that it has received."""
+    for number, parameter in enumerate(replica.arena.parameters):
+        parameter.grad = told[number].to(parameter.device) if number in told else None

@@ -1,0 +1,131 @@
+"""A user's loop in which rank 0 trains alone from time to time: `resting_script.py FOLDER CASE`.
+
+The splitter is scripted: three shared steps, four batches of rank 0 alone, and again. `CASE` chooses what else the loop
+does. Every rank writes what it saw and its final state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outrider
+from outrider.policy import PolicySpec
+from outrider.policy.batch_splitter import Splitter
+from outrider.policy.effects import AverageReport, Decision
+from outrider.policy.policies.balanced import balanced
+
+SIZE, BATCH, EPOCHS = 328, 8, 3
+SHARED, ALONE = 3, 4
+
+
+class Scripted(Splitter):
+    """Shares three steps, then lets rank 0 train four batches alone."""
+
+    _scripted: int | None = None
+    _num_shared = 0
+
+    @property
+    def lone(self) -> int | None:
+        return self._scripted
+
+    @property
+    def stretch(self) -> int:
+        return ALONE
+
+    def stay_alone(self, rank: int) -> None:
+        self._scripted, self.stays = rank, True
+
+    def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
+        self._num_shared += 1
+        if self._num_shared % SHARED == 0:
+            self._scripted = 0
+        return []
+
+    def learn_alone(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
+        if not getattr(self, "stays", False):
+            self._scripted = None
+        return []
+
+
+def make_policy() -> PolicySpec:
+    splitters: list[Scripted] = []
+
+    def open_scripted(segment: Any) -> Any:
+        if not splitters:
+            splitters.append(Scripted(world_size=segment.seat.world_size, shares=(0.75, 0.25)))
+            # What the session asks of its own splitter has to reach the scripted one.
+            segment.splitter.stay_alone = splitters[0].stay_alone
+        return balanced(replace(segment, splitter=splitters[0]))
+
+    return PolicySpec(
+        name="scripted", open=open_scripted, shares_steps=True, batch_is_global=True, switches=True
+    )
+
+
+def data() -> torch.utils.data.TensorDataset:
+    inputs = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(SIZE))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def train(folder: Path, case: str, *, policy: Any, devices: str) -> None:
+    model = make_model()
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(model[0].parameters(), lr=0.02)]
+    optimizers += [torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=7, gamma=0.8)
+    own = torch.optim.lr_scheduler.StepLR(optimizers[1], step_size=5, gamma=0.5) if case == "own schedule" else None
+    used: list[int] = []
+    lookups: list[float] = []
+    with outrider.Session(devices=devices, policy=policy, run_dir=folder / "run", seed=3) as s:
+        s.prepare(model, *optimizers, schedule)
+        ema = s.ema(model, decay=0.9)
+        for epoch in s.epochs(EPOCHS):
+            for number, (x, y, index) in enumerate(s.batches(data(), batch_size=BATCH), start=1):
+                used += index.tolist()
+                if case == "freezing" and s.global_step == 20:
+                    model[0].requires_grad_(False)
+                if case == "by hand":
+                    optimizers[1].param_groups[0]["lr"] = 0.1 * (1 - s.progress)
+                    if s.global_step == 30:
+                        optimizers[0].param_groups[0]["weight_decay"] = 0.01
+                s.backward(F.cross_entropy(model(x), y) / (4 if case == "accumulating" else 1))
+                if case != "accumulating" or s.samples_seen // BATCH % 4 == 3:
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    ema.update()
+                    if own is not None:
+                        own.step()
+                if case == "break" and epoch == 1 and s.is_main and s.samples_seen >= (SIZE + 12 * BATCH):
+                    break
+            lookups.append(model(data().tensors[0]).sum().item())
+    tensors = [*model.state_dict().values(), *ema.module.state_dict().values()]
+    tensors += [value for o in optimizers for entry in o.state_dict()["state"].values() for value in entry.values()]
+    told = {
+        "used": used,
+        "lookups": lookups,
+        "rates": [group["lr"] for o in optimizers for group in o.param_groups],
+        "ticks": schedule.last_epoch,
+        "samples": s.metrics.samples_seen if hasattr(s.metrics, "samples_seen") else None,
+        "tensors": [torch.as_tensor(tensor).double().tolist() for tensor in tensors],
+    }
+    (folder / f"rank{s.rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    if sys.argv[3] == "one":
+        train(Path(sys.argv[1]), sys.argv[2], policy="sync", devices="cpu")
+    else:
+        train(Path(sys.argv[1]), sys.argv[2], policy=make_policy(), devices="cpu,cpu")
