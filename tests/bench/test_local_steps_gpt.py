@@ -24,7 +24,7 @@ TICKS = 30
 def study() -> Any:
     folder = str(Path(__file__).parents[2] / "benchmarks")
     sys.path.insert(0, folder)
-    yield importlib.import_module("local_steps_gpt")
+    yield importlib.import_module("local_steps_runs")
     sys.path.remove(folder)
 
 
@@ -40,7 +40,7 @@ def setting(study: Any) -> Any:
 def study_values(study: Any, setting: Any, **cell: Any) -> torch.Tensor:
     """The parameters with which a cell of the study ends."""
     text = torch.cat([setting.train, setting.test])
-    replicas = study.build(setting.shape, text, count=2, is_compiled=False)
+    replicas = [study.FlatGpt(setting.shape, text, is_compiled=False) for _ in range(2)]
     trainer = study.Trainer(study.Cell(**cell), setting, replicas)
     study.RUNS[cell["kind"]](trainer)
     return replicas[0].values.detach()
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_applied_late_belongs_to_the_parameters_before(study:
     two = {"kind": "late", "length": 2 / TICKS}
     late = study_values(study, setting, **two)
     text = torch.cat([setting.train, setting.test])
-    (replica,) = study.build(setting.shape, text, count=1, is_compiled=False)
+    replica = study.FlatGpt(setting.shape, text, is_compiled=False)
     trainer = study.Trainer(study.Cell(**two), setting, [replica])
     replica.gradient(trainer.starts[0])
     replica.update(trainer.rate(1))
