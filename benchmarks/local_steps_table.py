@@ -96,16 +96,13 @@ def _gains(rows: Sequence[dict[str, Any]], alone: dict[int, dict[float, float]])
 
 
 def _label(row: dict[str, Any]) -> str:
-    name = {"late": "shared steps, gradients one step late", "delayed": "delayed Nesterov"}.get(
-        row["kind"], row["kind"]
-    )
-    words = [f"`{name}`" if row["kind"] in ("cadence", "async") else name]
-    if row["kind"] == "async":
+    kind = row["kind"]
+    words = [{"late": "shared steps, gradients one step late", "delayed": "delayed Nesterov"}.get(kind, f"`{kind}`")]
+    if kind == "async":
         words.append("averages half a window late")
     if row["momentum"] is not None:
-        words.append(
-            f"momentum {row['momentum']}" + (f", outer rate {row['outer_rate']:g}" if row["outer_rate"] != 1 else "")
-        )
+        words.append(("" if kind == "delayed" else "outer Nesterov, ") + f"momentum {row['momentum']}")
+    words += [f"outer rate {row['outer_rate']:g}"] if row["outer_rate"] != 1 else []
     words += ["AdamW's state averaged"] if row["averages_state"] else []
     words += [f"rate × {row['rate']:g}"] if row["rate"] != 1 else []
     return ", ".join(words)
