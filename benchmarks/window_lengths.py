@@ -126,6 +126,7 @@ _TEXT = partial(
     schedule=warm_up_and_cosine,
     num_evaluated=2_048,
 )
+# The rate of gpt-small is the best of 2, 4, 8 and 16e-3 for one device, 100 and 1,000 steps, seed 7; others were not tuned.
 TASKS = {
     "classifier": Task(
         model=classifier,
@@ -138,7 +139,7 @@ TASKS = {
     ),
     "gpt-small": _TEXT(
         model=partial(Gpt2, num_tokens=256, width=64, num_heads=2, num_blocks=2),
-        rate=8e-3,
+        rate=2e-3,
         batch_size=8,
         context=32,
         options={"max_grad_norm": 1.0},
