@@ -126,7 +126,7 @@ _TEXT = partial(
     schedule=warm_up_and_cosine,
     num_evaluated=2_048,
 )
-# The rate of gpt-small is the best of 2, 4, 8 and 16e-3 for one device, 100 and 1,000 steps, seed 7; others were not tuned.
+# gpt-small has the best of 2, 4, 8 and 16e-3 for one device, 100 and 1,000 steps, seed 7; the others were not tuned.
 TASKS = {
     "classifier": Task(
         model=classifier,
