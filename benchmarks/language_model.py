@@ -73,7 +73,7 @@ def make_corpus(path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
-        texts = list(_texts(Path(folder)))
+        texts = list(source_texts(Path(folder)))
     parts = {
         "train": [text for number, text in enumerate(texts) if number % HELD_OUT],
         "test": texts[::HELD_OUT],
@@ -89,7 +89,7 @@ def make_corpus(path: Path) -> None:
     np.savez_compressed(path, **tokens)
 
 
-def _texts(folder: Path) -> Iterator[str]:
+def source_texts(folder: Path) -> Iterator[str]:
     names = [name.rsplit("-py3", 1)[0].replace("-", "==", 1) for name in WHEELS]
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "download", *options, *names], check=True)
