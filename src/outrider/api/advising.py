@@ -32,8 +32,8 @@ from outrider.world.environment import wanted_devices
 
 TRIAL_S = 4.0
 """Each short run trains at least this long."""
-MOST_S = 5.0
-"""A short run trains at most this many times as long, to collect the reports below."""
+MOST_S = 2.5
+"""A short run trains at most this many times as long to collect the reports below, if it has the least number."""
 STEPS, WINDOWS = 40, 10
 """Reports to collect from a short run: the first for shared steps, the second for local steps or a single device."""
 START_S = 600.0
@@ -94,7 +94,7 @@ class _Deadline:
             return False
         trained_s = now_s - self._first_s
         # With slow steps the run takes longer than asked for, because too few reports would measure nothing.
-        is_late = trained_s >= MOST_S * seconds and reports >= 2 * LEAST_REPORTS
+        is_late = trained_s >= MOST_S * seconds and reports >= LEAST_REPORTS
         return (trained_s >= seconds and reports >= self._wanted) or is_late
 
 
