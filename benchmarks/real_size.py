@@ -189,6 +189,7 @@ def facts_of(epochs: Epochs, counts: Epochs, events: Sequence[dict[str, Any]]) -
         "averages": len(ends),
         "average_bytes": max((event["bytes"] for event in ends), default=None),
         "exposed": round(mean(epoch["exposed_average_fraction"] for epoch in counts), 4),
+        "waited": round(mean(epoch["wait_fraction"] for epoch in counts), 4),
         "execution": [event["value"] for event in events if event["kind"] == "execution"],
         "splits": [event["value"] for event in events if event["kind"] in ("split", "alone")],
     }
