@@ -2,13 +2,18 @@
 
 GPT-2 small has 124 M parameters, all trained. LoRA's shape has 671 M frozen parameters in bfloat16 and 1.6 M trained
 ones. `alone` is the larger slice by itself, `independent` both without averages, which is the ceiling. Rounds run all
-modes one after the other, in an order that turns. Measured are samples per second of all epochs but the first. One
+modes one after the other, in an order that turns; a mode may have options of `train()` after it. Measured are samples
+per second of all epochs but the first ones. `alone` and `independent` have nothing to find out and run two epochs. One
 JSON line per run; `table` writes the ratio to `independent` of the same round, with the range over rounds. Needs a GPU
-with MPS.
+with MPS. A run still under way at the deadline is ended, and counts as far as it came.
 
     python benchmarks/real_size.py run records.jsonl --rounds 3
     python benchmarks/real_size.py run records.jsonl --slices cuda:0%40 cuda:0%20 --batch-sizes 128 256
     python benchmarks/real_size.py run records.jsonl --only gpt2 --batch-sizes 16 --sequences 14336 --epochs 2
+    python benchmarks/real_size.py run records.jsonl --only gpt2 --batch-sizes 16 --epochs 4 \
+        --modes independent "cadence cpu" "cadence cpu, overhead_target=0.05"
+    python benchmarks/real_size.py run records.jsonl --slices cuda:0%25 cuda:0%12 --batch-sizes 512 --micro-batch 64 \
+        --execution eager --sequences 2048 --epochs 4 --uncounted 2 --modes alone "balanced nccl"
     python benchmarks/real_size.py table records.jsonl
 """
 
@@ -16,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -29,7 +36,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import outrider
-from outrider.bench.models.text_models import GPT2_CONTEXT, gpt2_small, next_symbol_loss
+from outrider.bench.models.text_models import GPT2_CONTEXT, Gpt2, gpt2_small, next_symbol_loss
+from outrider.errors import ConfigError, OutriderError
+from outrider.timeline.timeline_files import read_record
+
+Epochs = Sequence[dict[str, Any]]
 
 SLICES = ("cuda:0%60", "cuda:0%25")
 EPOCHS = 3
@@ -76,7 +87,17 @@ def lora_task(batch_size: int, sequences: int = SEQUENCES) -> dict[str, Any]:
     return {"model": LoraShape, "step": squared_error, "dataset": (rows, rows.roll(1, 1)), "batch_size": batch_size}
 
 
-TASKS = {"gpt2": gpt2_task, "lora": lora_task}
+def tiny_gpt() -> nn.Module:
+    return Gpt2(num_tokens=2_000, width=32, num_heads=2, num_blocks=1)
+
+
+def tiny_task(batch_size: int, sequences: int = SEQUENCES) -> dict[str, Any]:
+    """To try this script out on CPU ranks."""
+    task = gpt2_task(batch_size, sequences)
+    return task | {"model": tiny_gpt, "dataset": (task["dataset"][0][:, :17],)}
+
+
+TASKS = {"gpt2": gpt2_task, "lora": lora_task, "tiny": tiny_task}
 MODES: dict[str, dict[str, Any]] = {
     "alone": {"policy": "sync"},
     "independent": {"policy": "independent"},
@@ -86,65 +107,122 @@ MODES: dict[str, dict[str, Any]] = {
         for backend in ("nccl", "cpu")
     },
 }
-WHAT = [("gpt2", 16, name) for name in MODES if not name.startswith("balanced")]
-WHAT += [("lora", 64, name) for name in MODES if not name.startswith(("cadence", "balanced"))]
-WHAT += [
-    ("gpt2", size, name)
-    for size in (128, 256)
-    for name in ("alone", "independent", "balanced nccl", "balanced cpu", "async nccl")
-]
+DEFAULT_MODES = {
+    ("gpt2", 16): [name for name in MODES if not name.startswith("balanced")],
+    ("lora", 64): [name for name in MODES if not name.startswith(("cadence", "balanced"))],
+    **{
+        ("gpt2", size): ["alone", "independent", "balanced nccl", "balanced cpu", "async nccl"]
+        for size in (128, 256, 512)
+    },
+}
+SETTLED = ("alone", "independent")
+"""Modes with nothing to find out: the second of two epochs counts."""
+
+
+def options_of(mode: str) -> dict[str, Any]:
+    """Options of `train()`: "cadence cpu, overhead_target=0.05" is a mode and one more option."""
+    name, *given = mode.split(", ")
+    if name not in MODES or not all("=" in one for one in given):
+        raise ConfigError(
+            f"no mode {mode!r}; the modes are {', '.join(MODES)}", hint='add options as in "async cpu, anchor=20"'
+        )
+    return MODES[name] | {key: json.loads(value) for key, value in (one.split("=", 1) for one in given)}
 
 
 def measure(
-    task: str, batch_size: int, mode: str, *, slices: Sequence[str], sequences: int, epochs: int, **options: Any
+    task: str,
+    batch_size: int,
+    mode: str,
+    *,
+    slices: Sequence[str],
+    sequences: int,
+    epochs: int,
+    uncounted: int,
+    end_s: float,
+    **options: Any,
 ) -> dict[str, Any]:
-    devices = slices[:1] if mode == "alone" else slices
+    """One run; what it has by `end_s`, a time of `time.monotonic()`, where it is not over by then."""
+    is_settled, began_s = mode in SETTLED, time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"outrider-{os.getpid()}-") as folder:
         run = outrider.train(
             **TASKS[task](batch_size, sequences),
-            **MODES[mode],
+            **options_of(mode),
             **options,
-            devices=list(devices),
+            devices=list(slices[:1] if mode == "alone" else slices),
             optimizer=adamw,
-            epochs=epochs,
+            epochs=2 if is_settled else epochs,
             precision="bf16",
             threads_per_rank=2,
             run_dir=Path(folder) / "run",
-            timeout_s=120,
+            timeout_s=60,
             quiet=True,
         )
-        run.join()
-        record = json.loads((run.run_dir / "record.json").read_text())
+        await_end(run, end_s=end_s)
+        record = read_record(run.run_dir) or {"epochs": []}
+        counts = record["epochs"][1 if is_settled else uncounted :]
+        if not counts:
+            raise OutriderError(f"ended at the deadline after {len(record['epochs'])} epochs, of which none counts")
         events = json.loads((run.run_dir / "timeline.json").read_text())["events"]
-    first, *settled = record["epochs"]
-    averages = [event["ms"] for event in events if event["kind"] == "average end"]
-    counted = [event["bytes"] for event in events if event["kind"] == "average end"]
+    return facts_of(record["epochs"], counts, events) | {"wall_s": round(time.monotonic() - began_s, 1)}
+
+
+def await_end(run: outrider.Run, *, end_s: float) -> None:
+    """Wait for the end of a run, or end it; raises the error of a failed rank."""
+    while run.is_running and time.monotonic() < end_s:
+        run.poll()
+        time.sleep(0.2)
+    if run.is_running:
+        run.close()
+    else:
+        run.join()
+
+
+def facts_of(epochs: Epochs, counts: Epochs, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ends = [event for event in events if event["kind"] == "average end"]
     return {
-        "samples_per_s": sum(e["samples"] for e in settled) / sum(e["seconds"] for e in settled),
-        "first_epoch_samples_per_s": first["samples_per_s"],
-        "share": settled[-1]["share_by_rank"],
-        "memory_mib": [round(own / 2**20) for own in settled[-1]["peak_memory_bytes_by_rank"]],
-        "average_ms": round(median(averages), 2) if averages else None,
-        "averages": len(averages),
-        "average_bytes": max(counted, default=None),
-        "exposed": round(mean(e["exposed_average_fraction"] for e in settled), 4),
+        "samples_per_s": round(rate_of(counts), 1),
+        "first_epoch_samples_per_s": round(epochs[0]["samples_per_s"], 1),
+        "epochs_samples_per_s": [round(epoch["samples_per_s"], 1) for epoch in epochs],
+        "share": counts[-1]["share_by_rank"],
+        "memory_mib": [round(own / 2**20) for own in counts[-1]["peak_memory_bytes_by_rank"]],
+        "average_ms": round(median(event["ms"] for event in ends), 2) if ends else None,
+        "averages": len(ends),
+        "average_bytes": max((event["bytes"] for event in ends), default=None),
+        "exposed": round(mean(epoch["exposed_average_fraction"] for epoch in counts), 4),
+        "waited": round(mean(epoch["wait_fraction"] for epoch in counts), 4),
         "execution": [event["value"] for event in events if event["kind"] == "execution"],
+        "splits": [event["value"] for event in events if event["kind"] in ("split", "alone")],
     }
 
 
+def rate_of(epochs: Epochs) -> float:
+    rate: float = sum(epoch["samples"] for epoch in epochs) / sum(epoch["seconds"] for epoch in epochs)
+    return rate
+
+
 def run(wishes: argparse.Namespace) -> None:
-    what = [one for one in WHAT if one[0] in wishes.only and one[1] in wishes.batch_sizes and one[2] in wishes.modes]
-    options = {} if wishes.overhead_target is None else {"overhead_target": wishes.overhead_target}
-    suffix = "".join(f", {name}={value}" for name, value in options.items())
+    for mode in wishes.modes or ():
+        options_of(mode)
+    what = [
+        (task, size, mode)
+        for task in wishes.only
+        for size in wishes.batch_sizes
+        for mode in wishes.modes or DEFAULT_MODES.get((task, size), ())
+    ]
     place = {} if tuple(wishes.slices) == SLICES else {"slices": wishes.slices}
     place |= {} if wishes.sequences == SEQUENCES else {"sequences": wishes.sequences}
-    size = {"sequences": wishes.sequences, "epochs": wishes.epochs}
+    place |= {} if wishes.micro_batch is None else {"micro_batch": wishes.micro_batch}
+    options = {} if wishes.micro_batch is None else {"micro_batch": wishes.micro_batch}
+    options |= {} if wishes.execution is None else {"execution": wishes.execution}
+    size = {"sequences": wishes.sequences, "epochs": wishes.epochs, "uncounted": wishes.uncounted}
+    end_s = time.monotonic() + wishes.deadline
+    wishes.seconds = min(wishes.seconds, wishes.deadline)
     take_rounds(
         wishes,
         what,
-        describe=lambda one: {"task": one[0], "batch_size": one[1], "mode": one[2] + suffix, **place},
-        measure=lambda one: measure(*one, slices=wishes.slices, **size, **options),
-        shift=3,
+        describe=lambda one: {"task": one[0], "batch_size": one[1], "mode": one[2], **place},
+        measure=lambda one: measure(*one, slices=wishes.slices, end_s=end_s, **size, **options),
+        shift=wishes.shift,
     )
 
 
@@ -182,18 +260,23 @@ def setting_of(row: dict[str, Any]) -> tuple[str, str, int]:
     """What the rows have in common that may be compared."""
     parts = [name.split("%")[-1] for name in row.get("slices", SLICES)]
     longer = f", {row['sequences']:,} sequences" if "sequences" in row else ""
-    return row["task"] + longer, " + ".join(parts) + " %", row["batch_size"]
+    pieces = f", micro-batches of {row['micro_batch']}" if "micro_batch" in row else ""
+    return row["task"] + longer + pieces, " + ".join(parts) + " %", row["batch_size"]
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--only", nargs="+", default=["gpt2", "lora"], choices=list(TASKS))
+    parser.add_argument("--modes", nargs="+", help="default: those of the task, see DEFAULT_MODES")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16, 64, 128])
+    parser.add_argument("--micro-batch", type=int, help="samples computed at once; default: what fits")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of an epoch of gpt2")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--uncounted", type=int, default=1, help="epochs at the start that do not count")
     parser.add_argument("--slices", nargs=2, default=list(SLICES), help="the larger first")
-    parser.add_argument("--overhead-target", type=float, help="of the modes that average; the default is train()'s")
+    parser.add_argument("--execution", help="eager saves the trial of captured steps; the default is train()'s")
+    parser.add_argument("--shift", type=int, default=3, help="modes by which the order turns from round to round")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="end everything after this time, in seconds")
     wishes = parser.parse_args()
     if wishes.what == "run":
         run(wishes)

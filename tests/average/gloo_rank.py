@@ -89,14 +89,21 @@ def many_averages(rank: int, collective: GroupCollective) -> dict[str, Any]:
 
 
 def overlapped_gradients(rank: int, collective: GroupCollective) -> dict[str, Any]:
-    """Sums begun by hooks of backward on rank 0, all at the end on rank 1: the same bits as in one process?"""
+    """Sums begun by hooks of backward on rank 0, all at the end on rank 1: the same bits as in one process?
+
+    The last two steps have two micro-batches.
+    """
     models = [layers(), layers()]
     exchanges = [GradientExchange(Arena(one), rank=r, world_size=2, num_facts=1) for r, one in enumerate(models)]
     mine = layers()
     real = GradientExchange(Arena(mine), rank=rank, world_size=2, num_facts=1, bucket_bytes=1000)
     overlap = Overlap(real, collective)
     num_started, agrees = [], True
-    for number in range(4):
+    for number in range(6):
+        for one in (*models, mine):
+            one.zero_grad(set_to_none=True)
+            if number >= 4:
+                backward(one, seed=number)
         for r, model in enumerate(models):
             backward(model, seed=2 * number + r)
             exchanges[r].pack(r + 1, [0.5])
@@ -119,7 +126,6 @@ def layers() -> nn.Module:
 
 
 def backward(model: nn.Module, seed: int) -> None:
-    model.zero_grad(set_to_none=True)
     model(torch.randn(4, 20, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
 
 

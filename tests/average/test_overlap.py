@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -106,6 +107,46 @@ def test_another_way_through_the_model_holds_sums_up_but_changes_nothing() -> No
     assert step(overlap, model, lambda x: model[0](model[1](model[2](x)))) == 2
     assert notes.seen[0] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert step(overlap, model, lambda x: model[1](model[0](x))) == 0
+
+
+def accumulated(overlap: Overlap | None, model: nn.Module, *forwards: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """One step of a micro-batch per forward pass, the last one overlapped; returns the packed gradients."""
+    model.zero_grad(set_to_none=True)
+    for number, forward in enumerate(forwards, start=1):
+        with overlap.backward(4) if overlap is not None and number == len(forwards) else contextlib.nullcontext():
+            forward(torch.full((2, 3), float(number), dtype=torch.float64)).square().mean().backward()
+    exchange = overlap_of(model)[0].exchange if overlap is None else overlap.exchange
+    exchange.pack(4, [])
+    return [wire.clone() for wire in exchange.wires]
+
+
+def test_with_micro_batches_sums_begin_in_the_last_one() -> None:
+    model = three_layers()
+    overlap, notes = overlap_of(model)
+    for _ in range(2):
+        sent = accumulated(overlap, model, model, model)
+        num_started = len(overlap.take_started())
+        assert all(torch.equal(a, b) for a, b in zip(sent, accumulated(None, model, model, model), strict=True))
+    assert num_started == len(notes.seen) == 2
+
+
+def test_a_micro_batch_that_goes_another_way_sends_only_complete_gradients() -> None:
+    model = three_layers()
+    overlap, notes = overlap_of(model)
+    accumulated(overlap, model, model, model)
+    overlap.take_started()
+
+    def other(x: Tensor) -> Tensor:
+        return model[0](model[2](model[1](x)))
+
+    def shorter(x: Tensor) -> Tensor:
+        return model[1](model[0](x))
+
+    for last, num_started in ((other, 2), (shorter, 0)):
+        sent = accumulated(overlap, model, model, last)
+        assert len(overlap.take_started()) == num_started
+        assert all(torch.equal(a, b) for a, b in zip(sent, accumulated(None, model, model, last), strict=True))
+    assert len(notes.seen) == 2
 
 
 def test_one_bucket_has_nothing_to_overlap() -> None:

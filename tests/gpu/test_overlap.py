@@ -34,6 +34,8 @@ def trained(train_all: Callable[..., dict[str, Any]]) -> dict[str, dict[str, tor
         eager=common | {"devices": PAIR, "policy": "sync", "backend": "nccl", "execution": "eager"},
         graph=common | {"devices": PAIR, "policy": "sync", "backend": "nccl", "execution": "graph"},
         auto=common | {"devices": PAIR, "policy": "sync", "backend": "nccl", "execution": "auto"},
+        micro=common
+        | {"devices": PAIR, "policy": "sync", "backend": "nccl", "execution": "eager", "micro_batch": (8, 16)},
         host=common | {"devices": PAIR, "policy": "sync", "backend": "cpu", "execution": "eager"},
     )
     assert {name: run.error for name, run in runs.items()} == dict.fromkeys(runs)
@@ -41,7 +43,9 @@ def trained(train_all: Callable[..., dict[str, Any]]) -> dict[str, dict[str, tor
 
 
 # A captured step reads its learning rate from a float32 tensor, as torch's fused optimizers do.
-@pytest.mark.parametrize(("name", "atol"), [("eager", 1e-11), ("graph", 1e-8), ("auto", 1e-8), ("host", 1e-11)])
+@pytest.mark.parametrize(
+    ("name", "atol"), [("eager", 1e-11), ("graph", 1e-8), ("auto", 1e-8), ("micro", 1e-11), ("host", 1e-11)]
+)
 def test_two_ranks_equal_one_on_the_whole_batch(
     trained: dict[str, dict[str, torch.Tensor]], name: str, atol: float
 ) -> None:

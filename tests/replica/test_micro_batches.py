@@ -272,6 +272,20 @@ def test_sums_that_began_before_memory_ran_out_have_whole_gradients_and_the_rest
     assert replica.micro_batches.limit == 6
 
 
+def test_sums_begin_in_the_backward_pass_of_the_last_micro_batch() -> None:
+    replica = make(model=lambda: LimitedBackward(fits=100).double(), micro_batch=8)
+    exchange = GradientExchange(replica.arena, rank=0, world_size=2, num_facts=0, bucket_bytes=16)
+    sums = _Sums()
+    overlap = Overlap(exchange, sums)
+    for _ in range(2):
+        replica.gradient(DATA, samples=24, overlapped=lambda: overlap.backward(24))
+        overlap.take_started()
+        exchange.pack(24, [])
+    begun = sums.begun
+    assert len(begun) == len(exchange.buckets) - 1
+    assert all(torch.equal(sent, bucket.wire) for sent, bucket in zip(begun, exchange.buckets, strict=False))
+
+
 # Compiled steps, the search, and what is remembered
 
 

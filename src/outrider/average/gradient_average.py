@@ -36,7 +36,7 @@ class GradientAverage(Protocol):
         """Whether sums can start before a backward pass ends."""
 
     def overlapped(self, samples: int) -> AbstractContextManager[None]:
-        """Context of one backward pass into parameters without gradients, in which sums may start before it ends."""
+        """Context of the backward pass that completes the gradients; sums may start before it ends."""
 
     def average(self, samples: int, facts: Sequence[float]) -> None:
         """Replace the gradients of every rank by their mean; on a device this is queued, and the host does not wait."""

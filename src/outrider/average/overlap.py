@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -49,24 +50,25 @@ class Overlap:
 
     @contextlib.contextmanager
     def backward(self, samples: int) -> Iterator[None]:
-        """Context of one backward pass into parameters without gradients."""
+        """Context of the pass that completes a step's gradients: the only one, or that of the last micro-batch."""
         if not self._is_possible:
             yield
-        elif self._last_members is None:
+            return
+        if self._last_members is None:
             order: list[int] = []
             with self._hooks(range(len(self.exchange.parameters)), order.append):
                 yield
             self._learn(order)
-        else:
-            numbers = {member: number for number, member in enumerate(self._last_members)}
-            with self._hooks(self._last_members, lambda member: self._completed(numbers[member], samples)):
-                try:
-                    yield
-                except BaseException:
-                    # A pass that ran out of memory is repeated. Sums already started hold complete gradients, which
-                    # stay valid; the other buckets are summed after the second pass.
-                    self._packed = []
-                    raise
+            return
+        is_only_pass = all(one.grad is None for one in self.exchange.parameters)
+        with self._after_last_members(samples) if is_only_pass else self._after_all_members(samples):
+            try:
+                yield
+            except BaseException:
+                # A pass that ran out of memory is repeated. Sums already started hold complete gradients, which stay
+                # valid; the other buckets are summed during or after the second pass.
+                self._packed, self._complete = [], set(range(len(self._started)))
+                raise
 
     def take_started(self) -> list[Started]:
         """Return the sums started in this step; raises if a gradient has changed since its sum was started."""
@@ -81,6 +83,24 @@ class Overlap:
         started, self._started = self._started, []
         self._packed, self._complete = [], set()
         return started
+
+    def _after_last_members(self, samples: int) -> AbstractContextManager[None]:
+        """Few hooks: a bucket is complete after the member that came last before, if all its gradients are there."""
+        assert self._last_members is not None
+        numbers = {member: number for number, member in enumerate(self._last_members)}
+        return self._hooks(self._last_members, lambda member: self._completed(numbers[member], samples))
+
+    def _after_all_members(self, samples: int) -> AbstractContextManager[None]:
+        """Hooks on all members: gradients of earlier micro-batches are there, so only hooks tell which are complete."""
+        missing = [set(bucket.members) for bucket in self.exchange.buckets[:-1]]
+        numbers = {member: number for number, members in enumerate(missing) for member in members}
+
+        def came(member: int) -> None:
+            missing[numbers[member]].discard(member)
+            if not missing[numbers[member]]:
+                self._completed(numbers[member], samples)
+
+        return self._hooks(list(numbers), came)
 
     @contextlib.contextmanager
     def _hooks(self, members: Sequence[int], call: Callable[[int], None]) -> Iterator[None]:

@@ -116,7 +116,7 @@ class Replica:
     def gradient(self, data: Any, *, samples: int, overlapped: Overlapped | None = None) -> None:
         """Forward and backward; afterwards every used parameter holds its gradient.
 
-        `overlapped` is entered around a single backward pass, so that the all-reduce may begin before it ends. This
+        `overlapped` is entered around the last backward pass, so that the all-reduce may begin before it ends. This
         saves more than a capture, whose gradients are complete only at its end. So such a gradient is computed eagerly.
         """
         if self.captured is None:
@@ -223,13 +223,15 @@ class Replica:
 
     def _backward(self, data: Any, samples: int, overlapped: Overlapped) -> None:
         counts = self.micro_batches.counts(samples)
-        losses, scalars = [], PendingScalars()
-        with overlapped() if len(counts) == 1 else nullcontext():
-            for piece, count in pieces(data, counts):
+        losses: list[tuple[torch.Tensor, int]] = []
+        scalars = PendingScalars()
+        for piece, count in pieces(data, counts):
+            is_last = len(losses) == len(counts) - 1
+            with overlapped() if is_last else nullcontext():
                 loss = self._loss(piece, count, scalars)
                 part = loss if count == samples else loss * (count / samples)
                 (part if self.loss_scale is None else self.loss_scale.scaled(part)).backward()
-                losses.append((loss.detach(), count))
+            losses.append((loss.detach(), count))
         # Added only now: if a micro-batch runs out of memory, the whole batch is repeated.
         for loss, count in losses:
             self.loss_sums.add(loss, count, self.steps)
@@ -341,7 +343,7 @@ class Replica:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the all-reduce may overlap: gradients come from one eager backward pass and then stay unchanged."""
+        """Whether the all-reduce may overlap: an eager backward pass completes gradients, which then stay unchanged."""
         is_eager = self.captured is None or self.recipe.execution == "auto"
         return is_eager and self.compiled is None and self.loss_scale is None
 
