@@ -284,6 +284,9 @@ class Splitter:
         if is_first or self._shares is not None:
             # The first step carries the warm-up of every device.
             return []
+        if not report.samples:
+            # A device reports a step with the next one, and what was left at the end of an epoch went with its merge.
+            return []
         has_shifted = False
         for model, facts in zip(self._models, report.ranks, strict=True):
             if facts.samples and facts.compute_ms > 0:
