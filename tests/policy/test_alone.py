@@ -437,7 +437,7 @@ def test_nobody_rests_once_all_are_to_share() -> None:
 def test_a_report_without_samples_at_the_start_of_an_epoch_teaches_nothing() -> None:
     """GPUs report a step with the next one, so the first report of an epoch of few steps comes while splits vary."""
     splitter = Splitter(world_size=2, may_rest=True)
-    told(splitter, steps=3, exposed_ms=0.3)
+    told(splitter, steps=2, exposed_ms=0.3)
     assert splitter.is_exploring
     before, empty = splitter.state(), RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
     assert splitter.learn(AverageReport(window=0, ranks=(empty, empty)), left=10 * TOTAL) == []
