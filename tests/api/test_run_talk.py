@@ -12,11 +12,12 @@ import pytest
 
 import outrider
 from outrider.api import progress_bar
+from outrider.api.options import make_order
 from outrider.api.progress_bar import ProgressBar, bar_text
 from outrider.api.run_lines import end_line, own_speeds, start_line
 from outrider.api.run_talk import RunTalk
 from outrider.average.outer import Outer
-from outrider.policy.policies import policy_spec
+from outrider.integrations.accelerate_arguments import join_session
 from outrider.replica.averaging_compensation import Compensation
 from outrider.replica.learning_words import learning_words
 from outrider.world.messages import Message
@@ -52,19 +53,57 @@ def record(*, devices: list[str]) -> dict[str, Any]:
 
 def test_the_first_line_has_devices_policy_and_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    policy = policy_spec("sync")
-    line = start_line(["cpu", "cpu@0.5"], policy=policy, learning=None, folder=tmp_path / "runs" / "mine")
+    folder = tmp_path / "runs" / "mine"
+    line = start_line(["cpu", "cpu@0.5"], policy="sync as given", learning=None, folder=folder)
     assert line == "cpu, cpu@0.5; sync as given; runs/mine"
 
 
+@pytest.fixture
+def policies_told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What first lines say about the policy; that of one device is not printed."""
+    told = []
+    monkeypatch.setattr(RunTalk, "introduce", lambda self, devices, *, policy, folder: told.append(policy))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "auto by default"), ({"policy": "auto"}, "auto as given")], ids=str
+)
+def test_a_session_calls_its_policy_a_default_only_where_none_was_passed(
+    tmp_path: Path, policies_told: list[str], one_thread: None, options: dict[str, Any], words: str
+) -> None:
+    train_loop(tmp_path, **options)
+    assert policies_told == [words]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "auto by default"), ({"policy": "auto"}, "auto as given")], ids=str
+)
+def test_train_calls_its_policy_a_default_only_where_none_was_passed(
+    problem: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    assert make_order(problem, {"batch_size": 8, **options}).policy_words == words
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "balanced by default"), ({"policy": "balanced"}, "balanced as given")], ids=str
+)
+def test_a_framework_calls_its_own_default_policy_a_default(
+    tmp_path: Path, policies_told: list[str], one_thread: None, options: dict[str, Any], words: str
+) -> None:
+    session, _ = join_session({"devices": "cpu", "run_dir": tmp_path, **options})
+    session.close()
+    assert policies_told == [words]
+
+
 def test_the_first_line_of_one_device_has_no_policy() -> None:
-    line = start_line(["cpu"], policy=policy_spec("async"), learning="learning rate x 2", folder=Path("/runs/mine"))
+    line = start_line(["cpu"], policy="async as given", learning="learning rate x 2", folder=Path("/runs/mine"))
     assert line == "cpu; /runs/mine"
 
 
 def test_the_first_line_counts_many_devices() -> None:
     devices = [f"cuda:{number}" for number in range(8)]
-    line = start_line(devices, policy=policy_spec("sync"), learning=None, folder=Path("/runs/mine"))
+    line = start_line(devices, policy="sync as given", learning=None, folder=Path("/runs/mine"))
     assert line == "cuda:0, cuda:1, cuda:2 and 5 more; sync as given; /runs/mine"
 
 

@@ -163,7 +163,7 @@ def _start_ranks(
             grace_s=order.config.grace_s,
         )
     sampler = make_sampler(order, ranks, resolved.devices, origin_s=setting.origin_s, folder=folder.path)
-    talk.introduce(devices, policy=order.recipe.policy_spec, folder=folder.path)
+    talk.introduce(devices, policy=order.policy_words, folder=folder.path)
     page = open_page(folder.path) if has_page else None
     talk.await_ranks(devices)
     return StartedRun(
@@ -280,7 +280,7 @@ def _train_here(order: CheckedRun, link: Link, folder: RunFolder, talk: RunTalk)
         wanted = order.config.run_dir or (_new_run_dir(order) if world.rank == 0 else "")
         shared = world.exchange_json({"folder": str(wanted), "origin_s": time.time()}, name="run folders")[0]
         folder.path = Path(shared["folder"])
-        talk.introduce(devices, policy=order.recipe.policy_spec, folder=folder.path)
+        talk.introduce(devices, policy=order.policy_words, folder=folder.path)
         with contextlib.ExitStack() as stack:
             if world.rank == 0:
                 reasons = {"devices": "of the ranks that were there", "backend": choice.reason}
