@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.average.transport.backend_table import BackendChoice
 from outrider.record.run_folder import shown_path
 from outrider.timeline.document import TIMELINE
 from outrider.timeline.timeline_files import read_record
@@ -24,6 +25,13 @@ def start_line(devices: Sequence[str], *, policy: str, learning: str | None, fol
     if len(devices) > 1:
         parts += [policy, *([learning] if learning else [])]
     return "; ".join([*parts, str(shown_path(folder))])
+
+
+def wrap_line(devices: Sequence[str], *, backend: BackendChoice) -> str:
+    """The line of `wrap()`: devices, and what averages them; no policy decides, and no run folder is written."""
+    if len(devices) == 1:
+        return devices[0]
+    return f"{_names(devices)}; averages by hand; backend {backend.backend} ({backend.reason})"
 
 
 def _names(devices: Sequence[str]) -> str:
