@@ -24,6 +24,7 @@ from outrider.api.run_talk import RunTalk
 from outrider.average.transport.backend_table import choose_backend
 from outrider.data.feed import open_dataset
 from outrider.data.loading import LoadedData
+from outrider.data.sample_sequence import SampleSequence
 from outrider.data.tensor_table import as_table
 from outrider.launch.forkserver import TRAINING
 from outrider.launch.interruption import SignalGuard, is_interruption
@@ -327,9 +328,16 @@ def _config_json(
         "reasons": reasons,
         # A notebook or a test is not a program that can be run again.
         "program": {"arguments": sys.orig_argv[1:] if running_script() else [], "folder": str(Path.cwd())},
-        "options": recipes.settings(order.recipe) | configs.settings(order.config),
+        "options": recipes.settings(order.recipe) | configs.settings(order.config) | _batching(order.recipe.order),
         "objects": names,
     }
+
+
+def _batching(order: object) -> dict[str, Any]:
+    """Options for batches of a batch sampler, whose sizes only the ranks know; they write them into the record."""
+    if not isinstance(order, SampleSequence) or not order.has_batches:
+        return {}
+    return {"batch_size": None, "batch_sampler": {"name": order.name}}
 
 
 def _name_of(thing: object) -> str | None:

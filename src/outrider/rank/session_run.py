@@ -199,7 +199,8 @@ class SessionRun:
         """Record what `train()` has as options: batch size and length; several batch sizes become a list."""
         sizes = list(dict.fromkeys([*(size for size, _ in self._rhythm), batch_size]))
         length = {} if self.goal is None else {name: n for name, n in asdict(self.goal).items() if n is not None}
-        self._life.loop_options = {"batch_size": sizes[0] if len(sizes) == 1 else sizes, **length}
+        batching = self._pass_feeds.batching
+        self._life.loop_options = {"batch_size": sizes[0] if len(sizes) == 1 else sizes, **length, **batching}
 
     # Passes over a data set
 
