@@ -251,7 +251,7 @@ class SessionRun:
 
     def _open_counts(self, epoch: int) -> None:
         assert self.replica is not None
-        self.replica.counts.epoch = epoch
+        self.replica.begin_epoch(epoch)
         self.replica.counts.per_step.open_pass()
 
     def num_steps(self, source: Source) -> int:
@@ -442,6 +442,8 @@ class SessionRun:
         assert self.goal is not None
         self.goal.refuse_standstill(epoch - self.first_epoch, samples=self._consumed - self._epoch_began)
         self._epoch_began, self._counted = self._consumed, epoch
+        if self.replica is not None:
+            self.replica.begin_epoch(epoch)
         return self.goal.is_reached(epochs=epoch, samples=self._consumed, replica=self.replica)
 
     def is_over(self, source: Source) -> bool:
@@ -524,6 +526,8 @@ class SessionRun:
         self.metrics = life.conclude(
             epoch, seconds=self._trained_s, evaluated=self._evaluated, is_complete=self._is_complete
         )
+        assert self.replica is not None
+        self.replica.begin_epoch(self.replica.counts.epoch + 1)
         life.accounting.open()
         self._evaluated, self._trained_s, self._is_complete = EvaluationSums(), 0.0, True
         self._passes_in_epoch = self._samples_in_epoch = 0
