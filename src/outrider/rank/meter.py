@@ -232,8 +232,12 @@ class Meter:
             self._clocks.local.skip_pause()
 
     def charge(self, report: AverageReport, *, is_blocking: bool, is_average: bool) -> float:
-        """Account for the previous average from the ranks' report; returns how long this rank waited in it, in s."""
+        """Account for the previous average from the ranks' report.
+
+        Returns how long this rank waited in a blocking average, in s; a wait for one in the background was recorded
+        when it happened.
+        """
         before_s = self._account.wait_s
         self._account.averages += is_average
         self._account.charge(report, self._rank, is_blocking=is_blocking)
-        return self._account.wait_s - before_s
+        return self._account.wait_s - before_s if is_blocking else 0.0

@@ -118,8 +118,13 @@ class AverageAccount:
     wait_s: float = 0.0
 
     def charge(self, report: AverageReport, rank: int, *, is_blocking: bool) -> None:
-        """Add the times of the previous average from a report; the last rank to arrive waited for nobody."""
-        exposed = [facts.exposed_ms for facts in report.ranks]
-        cost_ms = min(exposed) if is_blocking else exposed[rank]
-        self.cost_s += cost_ms / 1e3
-        self.wait_s += (exposed[rank] - cost_ms) / 1e3
+        """Add the times of the previous average from a report.
+
+        The last rank to arrive at a blocking average waited for nobody; for an average in the background every rank
+        measures its own wait.
+        """
+        own = report.ranks[rank]
+        blocked_ms = own.exposed_ms - min(facts.exposed_ms for facts in report.ranks)
+        waited_ms = blocked_ms if is_blocking else min(own.waited_ms, own.exposed_ms)
+        self.cost_s += (own.exposed_ms - waited_ms) / 1e3
+        self.wait_s += waited_ms / 1e3
