@@ -11,6 +11,7 @@ from outrider.policy.effects import AverageReport, Border, RankFacts
 from outrider.rank.meter import Meter
 from outrider.rank.segment_border import SegmentBorder
 from outrider.rank.throttle import Throttle
+from outrider.rank.window import as_report
 from outrider.timeline.recorder import Recorder
 
 
@@ -100,3 +101,10 @@ def test_the_wait_is_part_of_the_epochs_account() -> None:
     meter.waited_for_others(0.5)
     assert meter.average_wait_s == 0.75
     assert recorder.wait_s["epoch boundary"] == 0.75
+
+
+def test_the_wait_travels_with_the_facts_of_the_next_average_once() -> None:
+    meter = Meter(rank=0, throttle=Throttle(1.0), recorder=Recorder(0, origin_s=0.0))
+    meter.waited_for_others(0.25)
+    rows = [tuple(meter.facts(loss=(0.0, 0), is_dry=False, wants_stop=False, wants_pause=False)) for _ in range(2)]
+    assert [as_report(0, (row,), None).ranks[0].border_ms for row in rows] == [250.0, 0.0]

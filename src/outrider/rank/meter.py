@@ -226,6 +226,7 @@ class Meter:
     def waited_for_others(self, seconds: float) -> None:
         """Record time in which this rank had taken its last step of a segment, but others had not."""
         self._account.wait_s += seconds
+        self._window.border_s += seconds
         self._recorder.wait("epoch boundary", seconds)
         # The device was idle: it would look like compute in the window that is not averaged yet.
         if self._clocks is not None:
