@@ -24,7 +24,6 @@ from outrider.api.run_talk import RunTalk
 from outrider.average.transport.backend_table import choose_backend
 from outrider.data.feed import open_dataset
 from outrider.data.loading import LoadedData
-from outrider.data.sample_sequence import SampleSequence
 from outrider.data.tensor_table import as_table
 from outrider.launch.forkserver import TRAINING
 from outrider.launch.interruption import SignalGuard, is_interruption
@@ -52,7 +51,7 @@ from outrider.record.run_folder_lock import FolderLock
 from outrider.record.run_record import close_record
 from outrider.record.run_timeline import complete_timeline
 from outrider.replica import recipe as recipes
-from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
+from outrider.replica.recipe import ModelSource, OptimizerFactory, Recipe, StepFunction
 from outrider.replica.run_identity import identity_of
 from outrider.timeline.sampler import SampledProcess, Sampler
 from outrider.trackers.tracker import refuse_missing
@@ -328,16 +327,15 @@ def _config_json(
         "reasons": reasons,
         # A notebook or a test is not a program that can be run again.
         "program": {"arguments": sys.orig_argv[1:] if running_script() else [], "folder": str(Path.cwd())},
-        "options": recipes.settings(order.recipe) | configs.settings(order.config) | _batching(order.recipe.order),
+        "options": recipes.settings(order.recipe) | configs.settings(order.config) | _batching(order.recipe),
         "objects": names,
     }
 
 
-def _batching(order: object) -> dict[str, Any]:
+def _batching(recipe: Recipe) -> dict[str, Any]:
     """Options for batches of a batch sampler, whose sizes only the ranks know; they write them into the record."""
-    if not isinstance(order, SampleSequence) or not order.has_batches:
-        return {}
-    return {"batch_size": None, "batch_sampler": {"name": order.name}}
+    name = recipe.batch_sampler
+    return {} if name is None else {"batch_size": None, "batch_sampler": {"name": name}}
 
 
 def _name_of(thing: object) -> str | None:
