@@ -14,6 +14,7 @@ import pytest
 from outrider.api import advising
 from outrider.api.options import _overridden, overridden
 from outrider.errors import ConfigError
+from outrider.record.run_folder import RunFolder
 from outrider.world.environment import is_trial, overrides, script_variables
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
@@ -50,6 +51,24 @@ def test_overrides_go_before_the_options_of_the_script(monkeypatch: pytest.Monke
     assert overridden({"policy": "async", "seed": 3}) == {"policy": "sync", "run_dir": "there", "seed": 3}
     # A second run of the script must not write into the folder of the first.
     assert overridden({"policy": "async", "run_dir": "mine"}) == {"policy": "sync", "run_dir": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_size"),
+    [
+        ({"batch_size": 16}, 16),
+        ({"batch_size": [16, 8]}, 12),
+        ({"batch_size": [2, 9], "batch_sampler": {"name": "Buckets"}}, 1),
+    ],
+    ids=["one size", "sizes per rank", "batch sampler"],
+)
+def test_the_work_of_a_run_is_counted_as_its_record_counts_it(
+    tmp_path: Path, options: dict[str, object], batch_size: int
+) -> None:
+    record = {"num_samples": 40, "options": {**options, "steps": 10}}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    work = advising._workload(RunFolder(tmp_path))
+    assert (work.batch_size, work.total_samples) == (batch_size, 10 * batch_size)
 
 
 def test_without_overrides_options_stay_as_they_are() -> None:

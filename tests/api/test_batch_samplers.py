@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,10 @@ def step_that_notes(model: nn.Module, batch: Any, *, folder: Path) -> torch.Tens
     return model(numbers).square().mean()
 
 
+def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).square().mean()
+
+
 def make_model() -> nn.Module:
     return nn.Linear(1, 1)
 
@@ -45,6 +50,24 @@ def test_each_batch_goes_whole_to_one_of_two_ranks(policy: str, tmp_path: Path) 
     assert len(notes) == 2
     assert sorted([*notes[0], *notes[1]]) == sorted(2 * [" ".join(map(str, batch)) for batch in BATCHES])
     assert [epoch.samples for epoch in trained.epochs] == [len(SIZES)] * 2
+
+
+def test_the_record_of_train_has_the_sizes_of_its_batches_and_is_replayed(tmp_path: Path) -> None:
+    loader = DataLoader(NUMBERS, batch_sampler=BATCHES)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    folder = tmp_path / "run"
+    options: dict[str, Any] = {"epochs": 1, "run_dir": folder, "record_schedule": True}
+    outrider.train(make_model, optimizer, step, loader, devices="cpu", quiet=True, **options).join()
+    record = json.loads((folder / "record.json").read_text())
+    assert record["options"]["batch_size"] == sorted(set(SIZES))
+    facts = {"name": "list", "batches": len(SIZES), "samples": sum(SIZES)}
+    assert record["options"]["batch_sampler"] == facts
+    config = json.loads((folder / "config.json").read_text())["options"]
+    assert (config["batch_size"], config["batch_sampler"]) == (None, {"name": "list"})
+    replayed = outrider.replay(
+        folder, model=make_model, optimizer=optimizer, step=step, dataset=loader, devices="cpu", epochs=1
+    )
+    assert [epoch.has_same_bits for epoch in replayed.epochs] == [True]
 
 
 @pytest.mark.slow

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import outrider
 from outrider.api import progress_bar
+from outrider.api.options import make_order
 from outrider.api.progress_bar import ProgressBar, bar_text
-from outrider.api.run_lines import end_line, own_speeds, start_line
+from outrider.api.run_lines import end_line, own_speeds, start_line, wrap_line
 from outrider.api.run_talk import RunTalk
 from outrider.average.outer import Outer
-from outrider.policy.policies import policy_spec
+from outrider.average.transport.backend_table import choose_backend
+from outrider.integrations.accelerate_arguments import join_session
+from outrider.machine.devices import parse_devices
 from outrider.replica.averaging_compensation import Compensation
 from outrider.replica.learning_words import learning_words
 from outrider.world.messages import Message
@@ -52,19 +56,80 @@ def record(*, devices: list[str]) -> dict[str, Any]:
 
 def test_the_first_line_has_devices_policy_and_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    policy = policy_spec("sync")
-    line = start_line(["cpu", "cpu@0.5"], policy=policy, learning=None, folder=tmp_path / "runs" / "mine")
+    folder = tmp_path / "runs" / "mine"
+    line = start_line(["cpu", "cpu@0.5"], policy="sync as given", learning=None, folder=folder)
     assert line == "cpu, cpu@0.5; sync as given; runs/mine"
 
 
+def test_the_first_line_of_wrap_has_devices_and_backend() -> None:
+    backend = choose_backend("auto", parse_devices("cpu,cpu@0.5"))
+    assert wrap_line(["cpu", "cpu@0.5"], backend=backend) == (
+        "cpu, cpu@0.5; averages by hand; backend cpu (auto: rank 0 is on cpu, and nccl joins CUDA devices only)"
+    )
+
+
+@pytest.mark.parametrize(("quiet", "told"), [(False, "outrider: cpu\n"), ("auto", ""), (True, "")])
+def test_wrap_prints_one_line_unless_it_is_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None, quiet: Any, told: str
+) -> None:
+    outrider.wrap(torch.nn.Linear(4, 1), devices="cpu", run_dir=tmp_path, quiet=quiet).close()
+    assert capsys.readouterr().err == told
+
+
+def test_wrap_inside_a_session_prints_no_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=False):
+        outrider.wrap(torch.nn.Linear(4, 1))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def policies_told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What first lines say about the policy; that of one device is not printed."""
+    told = []
+    monkeypatch.setattr(RunTalk, "introduce", lambda self, devices, *, policy, folder: told.append(policy))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "auto by default"), ({"policy": "auto"}, "auto as given")], ids=str
+)
+def test_a_session_calls_its_policy_a_default_only_where_none_was_passed(
+    tmp_path: Path, policies_told: list[str], one_thread: None, options: dict[str, Any], words: str
+) -> None:
+    train_loop(tmp_path, **options)
+    assert policies_told == [words]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "auto by default"), ({"policy": "auto"}, "auto as given")], ids=str
+)
+def test_train_calls_its_policy_a_default_only_where_none_was_passed(
+    problem: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    assert make_order(problem, {"batch_size": 8, **options}).policy_words == words
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "balanced by default"), ({"policy": "balanced"}, "balanced as given")], ids=str
+)
+def test_a_framework_calls_its_own_default_policy_a_default(
+    tmp_path: Path, policies_told: list[str], one_thread: None, options: dict[str, Any], words: str
+) -> None:
+    session, _ = join_session({"devices": "cpu", "run_dir": tmp_path, **options})
+    session.close()
+    assert policies_told == [words]
+
+
 def test_the_first_line_of_one_device_has_no_policy() -> None:
-    line = start_line(["cpu"], policy=policy_spec("async"), learning="learning rate x 2", folder=Path("/runs/mine"))
+    line = start_line(["cpu"], policy="async as given", learning="learning rate x 2", folder=Path("/runs/mine"))
     assert line == "cpu; /runs/mine"
 
 
 def test_the_first_line_counts_many_devices() -> None:
     devices = [f"cuda:{number}" for number in range(8)]
-    line = start_line(devices, policy=policy_spec("sync"), learning=None, folder=Path("/runs/mine"))
+    line = start_line(devices, policy="sync as given", learning=None, folder=Path("/runs/mine"))
     assert line == "cuda:0, cuda:1, cuda:2 and 5 more; sync as given; /runs/mine"
 
 
@@ -194,8 +259,6 @@ def test_a_session_in_a_terminal_shows_a_bar_that_disappears(
 
 
 def train_loop(folder: Path, **options: Any) -> None:
-    import torch
-
     inputs = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
     with outrider.Session(devices="cpu", run_dir=folder, **options) as s:

@@ -330,3 +330,10 @@ def test_a_bound_on_the_lead_of_fast_ranks_holds_within_an_epoch_and_across_epoc
 def test_policies_without_windows_end_their_epochs_as_before(policy: str) -> None:
     run = drive(policy, epochs=3, num_samples=40, paces=[1.0, 2.0])
     assert run.is_open == [set()] * 3
+
+
+def test_a_report_tells_how_long_ranks_waited_where_epochs_stayed_open() -> None:
+    run = drive("cadence", **EQUAL | {"paces": [1.0, 3.0], "num_samples": 48, "anchor": 24})
+    # Three epochs before each average stay open; rank 0 then waits for six steps that take 2.2 ms longer.
+    waits_ms = [[facts.border_ms for facts in report.ranks] for report in run.reports]
+    assert waits_ms == [[pytest.approx(3 * 6 * 2.2), 0.0]] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -69,6 +69,19 @@ def gone_local(**options: Any) -> PolicyChooser:
     exact(chooser, Measured(1.0, (1.0, 1.0), lone=0), **options)
     assert not chooser.is_exact
     return chooser
+
+
+def test_waits_between_epochs_count_when_local_steps_are_judged() -> None:
+    """Each rank has 1.5 times the rate of exact steps while it steps; waiting half of the time, it has 0.75 of it."""
+    judged = {}
+    for border_ms in (0.0, 50.0):
+        chooser = gone_local()
+        for window in range(ENOUGH):
+            told = report(100 + window, rates=(0.75, 0.75))
+            ranks = tuple(replace(facts, compute_ms=45.0, border_ms=border_ms) for facts in told.ranks)
+            chooser.learn_local(replace(told, ranks=ranks), Plans())  # type: ignore[arg-type]
+        judged[border_ms] = chooser.is_exact
+    assert judged == {0.0: False, 50.0: True}
 
 
 def test_shared_steps_that_bring_nearly_all_stay_and_say_so_once() -> None:

@@ -283,13 +283,14 @@ def auto_that_goes_local(segment: SegmentContext) -> Policy:
 
 
 def test_a_rank_without_planned_batches_takes_part_when_auto_goes_local(tmp_path: Path) -> None:
-    """One rank works alone until the others are brought up to date; the slowest then gets no batch in an epoch."""
+    """By its share the last rank gets no batch of an epoch; it must learn of the end of each all the same."""
     policy = PolicySpec(
         name="scripted", open=auto_that_goes_local, shares_steps=True, batch_is_global=True, switches=True
     )
-    setting = {"devices": "cpu,cpu@0.15,cpu@0.02", "batch_size": 40, "timeout_s": 30}
-    epochs = train(tmp_path / "run", policy=policy, **setting).join().epochs
-    assert [epoch.samples for epoch in epochs] == [SIZE] * EPOCHS
+    setting = {"devices": "cpu,cpu,cpu", "shares": [0.9, 0.09, 0.01], "max_overshoot": 0, "anchor": 1}
+    run = train(tmp_path / "run", policy=policy, batch_size=40, timeout_s=30, **setting)
+    assert [epoch.samples for epoch in run.join().epochs] == [SIZE] * EPOCHS
+    assert any(stays_open(tmp_path / "run"))
 
 
 LEASED = 24

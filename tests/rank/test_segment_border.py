@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from outrider.errors import WaitError
-from outrider.policy.effects import Border
+from outrider.policy.effects import AverageReport, Border, RankFacts
 from outrider.rank.meter import Meter
 from outrider.rank.segment_border import SegmentBorder
 from outrider.rank.throttle import Throttle
+from outrider.rank.window import as_report
 from outrider.timeline.recorder import Recorder
 
 
@@ -75,6 +76,24 @@ def test_a_rank_that_never_comes_is_named() -> None:
         wait(border)
 
 
+@pytest.mark.parametrize(
+    ("is_blocking", "cost_s", "wait_s", "recorded_s"), [(True, 0.25, 0.75, 0.75), (False, 0.5, 0.5, 0.0)]
+)
+def test_a_wait_for_an_average_is_not_its_cost(
+    is_blocking: bool, cost_s: float, wait_s: float, recorded_s: float
+) -> None:
+    """The wait at the end of an epoch is called the same whether the epoch ends with an average or stays open."""
+    meter = Meter(rank=0, throttle=Throttle(1.0), recorder=Recorder(0, origin_s=0.0))
+    facts = {"samples": 8, "batches": 1, "compute_ms": 10.0}
+    ranks = (
+        RankFacts(**facts, exposed_ms=1_000.0, waited_ms=0.0 if is_blocking else 500.0),
+        RankFacts(**facts, exposed_ms=250.0),
+    )
+    report = AverageReport(window=1, ranks=ranks)
+    assert meter.charge(report, is_blocking=is_blocking, is_average=True) == recorded_s
+    assert (meter.average_cost_s, meter.average_wait_s) == (cost_s, wait_s)
+
+
 def test_the_wait_is_part_of_the_epochs_account() -> None:
     recorder = Recorder(0, origin_s=0.0)
     meter = Meter(rank=0, throttle=Throttle(1.0), recorder=recorder)
@@ -82,3 +101,10 @@ def test_the_wait_is_part_of_the_epochs_account() -> None:
     meter.waited_for_others(0.5)
     assert meter.average_wait_s == 0.75
     assert recorder.wait_s["epoch boundary"] == 0.75
+
+
+def test_the_wait_travels_with_the_facts_of_the_next_average_once() -> None:
+    meter = Meter(rank=0, throttle=Throttle(1.0), recorder=Recorder(0, origin_s=0.0))
+    meter.waited_for_others(0.25)
+    rows = [tuple(meter.facts(loss=(0.0, 0), is_dry=False, wants_stop=False, wants_pause=False)) for _ in range(2)]
+    assert [as_report(0, (row,), None).ranks[0].border_ms for row in rows] == [250.0, 0.0]

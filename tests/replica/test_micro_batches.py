@@ -17,6 +17,7 @@ import outrider
 from outrider.average.gradients import GradientExchange
 from outrider.average.overlap import Overlap
 from outrider.average.transport.collective import Started
+from outrider.data.sample_sequence import SampleSequence
 from outrider.errors import ConfigError, StepError
 from outrider.policy.effects import Decision
 from outrider.replica.compiled import CompiledStep
@@ -187,6 +188,17 @@ def test_a_single_sample_that_does_not_fit_ends_with_what_would_help() -> None:
         "rank 0 (cpu), step 0: out of memory with a single sample\n"
         "hint: use a device with more memory, a smaller model or shorter samples, precision='bf16', or activation "
         "checkpointing (torch.utils.checkpoint) in the model"
+    )
+
+
+def test_a_batch_of_a_batch_sampler_that_does_not_fit_is_not_called_a_sample() -> None:
+    sequence = SampleSequence(source=[[0, 1, 2]], has_batches=True)
+    with pytest.raises(StepError) as caught:
+        make(step=partial(limited, fits=2), batch_size=1, order=sequence, shuffle=False).step(DATA[:3], samples=1, at=0)
+    assert str(caught.value) == (
+        "rank 0 (cpu), step 0: out of memory with a batch of list, which is computed whole\n"
+        "hint: let list make smaller batches, or use a device with more memory, a smaller model or shorter samples, "
+        "precision='bf16', or activation checkpointing (torch.utils.checkpoint) in the model"
     )
 
 

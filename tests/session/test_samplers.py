@@ -106,6 +106,37 @@ def test_a_batch_sampler_decides_whole_batches(tmp_path: Path) -> None:
     assert first != second
 
 
+@pytest.mark.parametrize(
+    ("sampler", "batch_size", "name"),
+    [(Buckets(), [2, 3, 6, 9], "Buckets"), ([[0, 1, 2, 3], [4, 5, 6, 7]], 4, "list")],
+    ids=["unequal", "equal"],
+)
+def test_the_record_has_the_sizes_of_a_batch_samplers_batches(
+    tmp_path: Path, sampler: Any, batch_size: Any, name: str
+) -> None:
+    (got,) = passes_of(tmp_path, DataLoader(NUMBERS, batch_sampler=sampler))
+    facts = {"name": name, "batches": len(got), "samples": len(flat(got))}
+    for file in ("record.json", "config.json"):
+        options = json.loads((tmp_path / file).read_text())["options"]
+        assert (options["batch_size"], options["batch_sampler"]) == (batch_size, facts)
+
+
+def test_the_record_has_the_sizes_of_all_passes(tmp_path: Path) -> None:
+    class Growing(Sampler[list[int]]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([list(range(self.epoch + 2))])
+
+    passes_of(tmp_path, DataLoader(NUMBERS, batch_sampler=Growing()), epochs=2)
+    options = json.loads((tmp_path / "record.json").read_text())["options"]
+    assert options["batch_size"] == [2, 3]
+    assert options["batch_sampler"] == {"name": "Growing", "batches": 1, "samples": 3}
+
+
 def test_workers_read_the_batches_of_a_batch_sampler(tmp_path: Path) -> None:
     data = [(torch.tensor([float(number)]),) for number in range(20)]
     (got,) = passes_of(tmp_path, DataLoader(data, batch_sampler=Buckets(), num_workers=1))  # type: ignore[arg-type]

@@ -142,6 +142,99 @@ def test_a_schedule_ticks_as_its_user_asked(tmp_path: Path) -> None:
         rates_of(tmp_path / "days", "day")
 
 
+def rates_told(model: nn.Module, make_batches: Any, epochs: Any, *, step: Any, end_epoch: Any) -> list[Any]:
+    """What a user can print of a schedule per epoch: before, during and after the batches, and after the loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+    told: list[Any] = []
+
+    def tell() -> None:
+        told.append((optimizer.param_groups[0]["lr"], schedule.get_last_lr(), schedule.last_epoch))
+
+    for _ in epochs(model, optimizer, schedule):
+        tell()
+        for batch in make_batches():
+            tell()
+            step(model(batch).square().mean(), optimizer)
+            tell()
+        tell()
+        end_epoch(schedule)
+    tell()
+    return told
+
+
+def plain_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(1, 1)
+
+
+def rates_of_a_plain_loop(model: nn.Module, num_epochs: int) -> list[Any]:
+    """As PyTorch documents it: `scheduler.step()` at the end of each epoch."""
+    return rates_told(
+        model,
+        lambda: torch.ones(16, 1).split(4),
+        lambda *prepared: range(num_epochs),
+        step=plain_step,
+        end_epoch=lambda schedule: schedule.step(),
+    )
+
+
+def rates_of_a_session(model: nn.Module, folder: Path, num_epochs: int, **options: Any) -> list[Any]:
+    with outrider.Session(devices="cpu", run_dir=folder, **options) as s:
+
+        def epochs(*prepared: Any) -> Any:
+            s.prepare(*prepared, per="epoch")
+            return s.epochs(num_epochs)
+
+        return rates_told(
+            model,
+            lambda: s.batches(torch.ones(16, 1), batch_size=4),
+            epochs,
+            step=lambda loss, optimizer: s.step(loss),
+            end_epoch=lambda schedule: None,
+        )
+
+
+def test_a_schedule_per_epoch_shows_the_rates_of_a_plain_loop(tmp_path: Path, one_thread: None) -> None:
+    plain, ours = linear(), linear()
+    assert rates_of_a_session(ours, tmp_path, 5) == rates_of_a_plain_loop(plain, 5)
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), ours.parameters(), strict=True))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [epoch["learning_rate"] for epoch in record["epochs"]] == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_a_resumed_schedule_per_epoch_shows_the_rates_of_a_plain_loop(tmp_path: Path, one_thread: None) -> None:
+    rates_of_a_session(linear(), tmp_path / "first", 3, checkpoint_every=1)
+    ours = linear()
+    told = rates_of_a_session(ours, tmp_path / "second", 5, resume=tmp_path / "first")
+    plain = linear()
+    expected = rates_of_a_plain_loop(plain, 5)
+    assert told == expected[-len(told) :]
+    assert len(told) == 21
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+def test_a_schedule_per_epoch_ticks_with_each_pass_where_passes_are_epochs(tmp_path: Path) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+    told = []
+    with outrider.Session(devices="cpu", run_dir=tmp_path) as s:
+        s.prepare(model, optimizer, schedule, per="epoch")
+        for _ in range(3):
+            for batch in s.batches(torch.ones(8, 1), batch_size=4):
+                told.append(schedule.last_epoch)
+                s.step(model(batch).mean())
+    assert told == [0, 0, 1, 1, 2, 2]
+    assert schedule.last_epoch == 3
+
+
 def test_a_checkpoint_keeps_the_number_of_batches_per_step(tmp_path: Path) -> None:
     assert rates_of(tmp_path, "optimizer-step", checkpoint_every=1) == [0, 1, 2, 3]
     model = nn.Linear(1, 1)

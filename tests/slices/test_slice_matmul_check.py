@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 
@@ -195,6 +197,28 @@ def carved_out() -> Iterator[None]:
     torch._C._set_sm_carveout_experimental(6)
     yield
     torch._C._set_sm_carveout_experimental(None)
+
+
+CHOICE = """
+import warnings
+import torch
+from outrider.slices import slice_matmul_check
+
+def preferred_blas_library(name):
+    warnings.warn("torch.backends.cuda.preferred_blas_library is an experimental feature. If you see any error ...")
+
+torch.backends.cuda.preferred_blas_library = preferred_blas_library
+slice_matmul_check._choose_for(32, of=38)
+assert torch._C._get_sm_carveout_experimental() == 6
+warnings.warn("another one")
+"""
+
+
+def test_the_choice_prints_no_warning_of_torch() -> None:
+    """In a process of its own, because torch warns once per process."""
+    told = subprocess.run([sys.executable, "-c", CHOICE], capture_output=True, text=True, check=True)
+    assert "experimental" not in told.stderr
+    assert "another one" in told.stderr
 
 
 def test_the_choice_holds_for_all_threads_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

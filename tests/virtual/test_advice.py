@@ -204,3 +204,10 @@ def test_the_document_survives_json() -> None:
         "async",
     ]
     assert as_text(again) == as_text(document)
+
+
+def test_the_work_of_a_batch_sampler_is_told_in_batches() -> None:
+    sampler = {"name": "Buckets", "batches": 200, "samples": 700}
+    work = replace(WORK, num_samples=200, batch_size=1, options={"batch_sampler": sampler})
+    text = as_text(as_document(advised({"cpu": 8.0}, work=work)))
+    assert text.startswith("1,000 parameters, 200 batches of Buckets per epoch; each counts as one sample\n")

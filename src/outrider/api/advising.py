@@ -218,6 +218,9 @@ def _workload(folder: RunFolder) -> TrainingWork:
     assert record is not None, "a run that brought reports has a record"
     options = record["options"]
     sizes = options["batch_size"]
+    if options.get("batch_sampler") is not None:
+        # Such a run counts batches.
+        sizes = 1
     batch_size = round(sum(sizes) / len(sizes)) if isinstance(sizes, list) else int(sizes)
     num_samples = record["num_samples"]
     steps, samples, epochs = (options.get(name) for name in ("steps", "samples", "epochs"))

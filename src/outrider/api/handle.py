@@ -33,7 +33,7 @@ from outrider.record.epoch_metrics import EpochMetrics, from_json
 from outrider.record.run_config import DEFAULT_GRACE_S
 from outrider.record.run_folder import RunFolder, load_into, load_model
 from outrider.record.run_record import close_record
-from outrider.record.run_timeline import complete_timeline
+from outrider.record.run_timeline import complete_timeline, prepare_timeline
 from outrider.timeline.sampler import Sampler
 from outrider.watch.watch_child import WatchChild
 from outrider.world.messages import Link, Message
@@ -178,6 +178,8 @@ class StartedRun(Run):
         # SIGTERM would end this program at once, so it is always caught. Ctrl-C is caught during a wait only.
         self._sigterm = self._make_guard(signal.SIGTERM).open()
         atexit.register(self._end_at_exit)
+        # The ranks are starting meanwhile.
+        prepare_timeline()
         if sampler is not None:
             sampler.begin()
 

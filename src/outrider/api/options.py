@@ -109,6 +109,11 @@ class CheckedRun:
 
     recipe: Recipe
     config: RunConfig
+    is_policy_given: bool
+
+    @property
+    def policy_words(self) -> str:
+        return _policy_words(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +122,16 @@ class CheckedSession:
 
     recipe: LoopRecipe
     config: RunConfig
+    is_policy_given: bool
+
+    @property
+    def policy_words(self) -> str:
+        return _policy_words(self)
+
+
+def _policy_words(order: CheckedRun | CheckedSession) -> str:
+    """The policy and why it is used."""
+    return f"{order.recipe.policy_spec.name} {'as given' if order.is_policy_given else 'by default'}"
 
 
 def make_order(required: Mapping[str, Any], options: Mapping[str, Any]) -> CheckedRun:
@@ -130,7 +145,7 @@ def make_order(required: Mapping[str, Any], options: Mapping[str, Any]) -> Check
     if len(lengths) > 1:
         refuse_two_lengths(lengths)
     recipe, config = _parted({**required, **options})
-    return CheckedRun(recipe=Recipe(**recipe), config=RunConfig(**config))
+    return CheckedRun(recipe=Recipe(**recipe), config=RunConfig(**config), is_policy_given="policy" in options)
 
 
 def make_session_order(options: Mapping[str, Any]) -> CheckedSession:
@@ -143,7 +158,7 @@ def make_session_order(options: Mapping[str, Any]) -> CheckedSession:
         )
     _check_names(options, valid=list(SessionOptions.__annotations__), owner="Session")
     recipe, config = _parted({"checkpoint_every": None, **options})
-    order = CheckedSession(recipe=LoopRecipe(**recipe), config=RunConfig(**config))
+    order = CheckedSession(recipe=LoopRecipe(**recipe), config=RunConfig(**config), is_policy_given="policy" in options)
     if (every := order.config.every.epochs) is not None and every < 1:
         raise ConfigError(
             f"checkpoint_every must be a whole number of epochs in a loop of your own, got {every:g}",

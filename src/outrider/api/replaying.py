@@ -68,6 +68,9 @@ def _replay(folder: Path, order: CheckedRun) -> Replay:
 def _refuse_other_options(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
     """Raise if the arguments differ from those of the run."""
     given = json.loads(json.dumps(recipes.settings(recipe), default=str))
+    if "batch_sampler" in recorded:
+        # The record has the sizes of its batches; the recipe counts batches.
+        del given["batch_size"]
     for name, value in given.items():
         if name in recorded and recorded[name] != value and name not in ("evaluate", "eval_dataset"):
             raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.policy.policies import DEFAULT_POLICY, PolicySpec
+from outrider.average.transport.backend_table import BackendChoice
 from outrider.record.run_folder import shown_path
 from outrider.timeline.document import TIMELINE
 from outrider.timeline.timeline_files import read_record
@@ -19,17 +19,19 @@ _PAGE = "timeline.html"
 _LEAST_REST = 0.05
 
 
-def policy_words(policy: PolicySpec) -> str:
-    """The policy and why it is used."""
-    return f"{policy.name} by default" if policy.name == DEFAULT_POLICY else f"{policy.name} as given"
-
-
-def start_line(devices: Sequence[str], *, policy: PolicySpec, learning: str | None, folder: Path) -> str:
+def start_line(devices: Sequence[str], *, policy: str, learning: str | None, folder: Path) -> str:
     """The line at the start: devices, policy and its reason, changes to learning, run folder; one device: no policy."""
     parts = [_names(devices)]
     if len(devices) > 1:
-        parts += [policy_words(policy), *([learning] if learning else [])]
+        parts += [policy, *([learning] if learning else [])]
     return "; ".join([*parts, str(shown_path(folder))])
+
+
+def wrap_line(devices: Sequence[str], *, backend: BackendChoice) -> str:
+    """The line of `wrap()`: devices, and what averages them; no policy decides, and no run folder is written."""
+    if len(devices) == 1:
+        return devices[0]
+    return f"{_names(devices)}; averages by hand; backend {backend.backend} ({backend.reason})"
 
 
 def _names(devices: Sequence[str]) -> str:

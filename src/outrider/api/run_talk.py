@@ -17,8 +17,8 @@ from typing import Literal
 
 from outrider.api.notebook_bar import in_notebook, open_notebook_bar
 from outrider.api.progress_bar import ProgressBar
-from outrider.api.run_lines import end_line, start_line
-from outrider.policy.policies import PolicySpec
+from outrider.api.run_lines import end_line, start_line, wrap_line
+from outrider.average.transport.backend_table import BackendChoice
 from outrider.world.messages import Message
 
 
@@ -49,7 +49,7 @@ class RunTalk:
         has_bar = is_terminal and os.environ.get("TERM") != "dumb"
         return cls(is_on=True, bar=ProgressBar(sys.stderr) if has_bar else None)
 
-    def introduce(self, devices: Sequence[str], *, policy: PolicySpec, folder: Path) -> None:
+    def introduce(self, devices: Sequence[str], *, policy: str, folder: Path) -> None:
         """Set the contents of the first line, except for facts that are known only with the optimizer."""
         self._start_line = partial(start_line, devices, policy=policy, folder=folder)
 
@@ -63,6 +63,10 @@ class RunTalk:
         line, self._start_line = self._start_line, None
         if line is not None:
             self._say(line(learning=learning))
+
+    def wrapped(self, devices: Sequence[str], *, backend: BackendChoice) -> None:
+        """Print the line of `wrap()`."""
+        self._say(wrap_line(devices, backend=backend))
 
     def chose(self, steps: str, reason: str) -> None:
         """Print which steps the policy `auto` chose, and why."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -209,7 +209,7 @@ class Session:
             )
             self._run = run
             self._talk = RunTalk.open(order.config.quiet, is_main=world.rank == 0)
-            self._talk.introduce(run.devices, policy=order.recipe.policy_spec, folder=folder.path)
+            self._talk.introduce(run.devices, policy=order.policy_words, folder=folder.path)
             run.tell_choices(self._talk.chose)
             run.tell_warnings(self._talk.warn)
         except BaseException as error:
@@ -630,6 +630,15 @@ class Session:
 
 _ended_before: list[bool] = []
 """One entry per finished session of this process; the starter's run folder is only for the first session."""
+
+
+def framework_session(options: Mapping[str, Any], *, policy: str) -> Session:
+    """A session for a framework, where `policy` is the default."""
+    session = Session(**{"policy": policy, **options})
+    order = session._order
+    is_given = "policy" in options or order.recipe.policy != policy
+    session._order = replace(order, is_policy_given=is_given)
+    return session
 
 
 def open_session() -> Session | None:

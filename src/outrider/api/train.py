@@ -51,7 +51,7 @@ from outrider.record.run_folder_lock import FolderLock
 from outrider.record.run_record import close_record
 from outrider.record.run_timeline import complete_timeline
 from outrider.replica import recipe as recipes
-from outrider.replica.recipe import ModelSource, OptimizerFactory, StepFunction
+from outrider.replica.recipe import ModelSource, OptimizerFactory, Recipe, StepFunction
 from outrider.replica.run_identity import identity_of
 from outrider.timeline.sampler import SampledProcess, Sampler
 from outrider.trackers.tracker import refuse_missing
@@ -163,7 +163,7 @@ def _start_ranks(
             grace_s=order.config.grace_s,
         )
     sampler = make_sampler(order, ranks, resolved.devices, origin_s=setting.origin_s, folder=folder.path)
-    talk.introduce(devices, policy=order.recipe.policy_spec, folder=folder.path)
+    talk.introduce(devices, policy=order.policy_words, folder=folder.path)
     page = open_page(folder.path) if has_page else None
     talk.await_ranks(devices)
     return StartedRun(
@@ -280,7 +280,7 @@ def _train_here(order: CheckedRun, link: Link, folder: RunFolder, talk: RunTalk)
         wanted = order.config.run_dir or (_new_run_dir(order) if world.rank == 0 else "")
         shared = world.exchange_json({"folder": str(wanted), "origin_s": time.time()}, name="run folders")[0]
         folder.path = Path(shared["folder"])
-        talk.introduce(devices, policy=order.recipe.policy_spec, folder=folder.path)
+        talk.introduce(devices, policy=order.policy_words, folder=folder.path)
         with contextlib.ExitStack() as stack:
             if world.rank == 0:
                 reasons = {"devices": "of the ranks that were there", "backend": choice.reason}
@@ -327,9 +327,15 @@ def _config_json(
         "reasons": reasons,
         # A notebook or a test is not a program that can be run again.
         "program": {"arguments": sys.orig_argv[1:] if running_script() else [], "folder": str(Path.cwd())},
-        "options": recipes.settings(order.recipe) | configs.settings(order.config),
+        "options": recipes.settings(order.recipe) | configs.settings(order.config) | _batching(order.recipe),
         "objects": names,
     }
+
+
+def _batching(recipe: Recipe) -> dict[str, Any]:
+    """Options for batches of a batch sampler, whose sizes only the ranks know; they write them into the record."""
+    name = recipe.batch_sampler
+    return {} if name is None else {"batch_size": None, "batch_sampler": {"name": name}}
 
 
 def _name_of(thing: object) -> str | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from outrider.api.hand_averages import open_averages
 from outrider.api.options import SessionOptions
+from outrider.api.run_talk import RunTalk
 from outrider.api.session import Session, open_session
 from outrider.average.arena import Arena
 from outrider.errors import ConfigError
@@ -34,10 +35,14 @@ def wrap(model: nn.Module, **options: Unpack[SessionOptions]) -> Wrapped:
         return Wrapped(model, session, owns_session=False)
     session = Session(**options).open()
     try:
-        return Wrapped(model, session, owns_session=True)
+        wrapped = Wrapped(model, session, owns_session=True)
     except BaseException as error:
         session.__exit__(type(error), error, error.__traceback__)
         raise
+    assert session.backend is not None
+    talk = RunTalk.open(options.get("quiet", "auto"), is_main=session.is_main)
+    talk.wrapped(session.devices, backend=session.backend)
+    return wrapped
 
 
 class Wrapped:

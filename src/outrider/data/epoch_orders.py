@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.data.feed import Feed
 from outrider.data.order import in_order, shuffled
-from outrider.data.sample_sequence import DrawnSequence, SampleSequence
+from outrider.data.sample_sequence import DrawnSequence, SampleSequence, batching_options
 from outrider.data.sequence_feed import SequenceFeed
 from outrider.errors import ConfigError
 
@@ -39,8 +39,11 @@ class EpochOrders:
         self._agree = agree
         self.digest: str | None = None
         """A digest of the user's own order in this epoch; None without one."""
-        self.num_positions = feed.num_samples if self.sequence is None else self._draw(0).num_positions
+        first = None if self.sequence is None else self._draw(0)
+        self.num_positions = feed.num_samples if first is None else first.num_positions
         """The number of positions in every epoch."""
+        self.batching = {} if first is None or not self.has_batches else batching_options(self.name, first)
+        """The options that describe the batches of a batch sampler in its first epoch; empty without one."""
 
     @property
     def name(self) -> str:

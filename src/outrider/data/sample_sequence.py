@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,15 @@ class DrawnSequence:
     def num_positions(self) -> int:
         """The number of items that can be handed out: samples, or whole batches."""
         return len(self.indices) if self.ends is None else len(self.ends)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The sizes that batches have, each once; empty for a sequence of samples."""
+        if self.ends is None:
+            return []
+        starts = torch.cat([torch.zeros(1, dtype=self.ends.dtype), self.ends[:-1]])
+        sizes: list[int] = torch.unique(self.ends - starts).tolist()
+        return sizes
 
     @property
     def digest(self) -> str:
@@ -111,6 +120,18 @@ class SampleSequence:
                 part.set_epoch(epoch)
         with _seeded([one for one in generators if isinstance(one, torch.Generator)], epoch):
             return list(self.source)
+
+
+def batching_options(name: str, drawn: DrawnSequence, *, sizes: Iterable[int] = ()) -> dict[str, Any]:
+    """The options of a run whose batches a batch sampler makes, for records; `sizes` are those of earlier passes.
+
+    Such a run counts batches: its number of samples is a number of batches.
+    """
+    found = sorted({*sizes, *drawn.batch_sizes})
+    return {
+        "batch_size": found[0] if len(found) == 1 else found,
+        "batch_sampler": {"name": name, "batches": drawn.num_positions, "samples": len(drawn.indices)},
+    }
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.api.session import Session, open_session
+from outrider.api.session import Session, framework_session, open_session
 from outrider.errors import ConfigError
 
 DEFAULT_POLICY = "balanced"
@@ -29,7 +29,7 @@ def join_session(options: Mapping[str, Any]) -> tuple[Session, bool]:
     """The session of this process, and whether it was opened here; ranks are started if there are none yet."""
     session = open_session()
     if session is None:
-        return Session(**{"policy": DEFAULT_POLICY, **options}).open(), True
+        return framework_session(options, policy=DEFAULT_POLICY).open(), True
     if options:
         raise ConfigError(
             f"session_options was given ({', '.join(options)}), but a session is open already",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.api.joining import find_link
 from outrider.api.options import make_session_order
-from outrider.api.session import Session
+from outrider.api.session import Session, framework_session
 from outrider.errors import ConfigError
 from outrider.integrations.plain_values import as_told, from_told
 from outrider.policy.policy_spec import PolicySpec
@@ -40,11 +40,11 @@ class LightningRanks:
         for name, way_out in _OURS_TO_KEEP.items():
             if name in options:
                 raise ConfigError(f"{name} was given, but Lightning saves and loads its own checkpoints", hint=way_out)
-        self.options = {"policy": DEFAULT_POLICY, **options}
+        self.options = dict(options)
         self.session: Session | None = None
         self._link: Link | None = None
         self._group: dist.ProcessGroup | None = None
-        self._order = make_session_order(self.options)
+        self._order = make_session_order({"policy": DEFAULT_POLICY, **self.options})
         self._num_keys = 0
         self.before_meeting: Callable[[str], None] = lambda what: None
         """Called before all ranks meet; raises where they cannot."""
@@ -80,7 +80,7 @@ class LightningRanks:
         seed = os.environ.get("PL_GLOBAL_SEED")
         if seed is not None:
             self.options.setdefault("seed", int(seed))
-        self._order = make_session_order(self.options)
+        self._order = make_session_order({"policy": DEFAULT_POLICY, **self.options})
         self._link = find_link(self._order)
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.rank
 
@@ -112,7 +112,7 @@ class LightningRanks:
     def open(self) -> Session:
         """Open a session, in which all ranks meet."""
         if self.session is None:
-            self.session = Session(**self.options).open()
+            self.session = framework_session(self.options, policy=DEFAULT_POLICY).open()
             self._group = self.session.world.group_for("cpu") if self.world_size > 1 else None
         return self.session
 

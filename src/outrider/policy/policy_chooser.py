@@ -177,11 +177,11 @@ class PolicyChooser:
 
 
 def _measured_rates(windows: Sequence[AverageReport], world_size: int) -> tuple[float, ...]:
-    """Samples per ms of each rank over some windows, including averages and waits."""
+    """Samples per ms of each rank over some windows, including averages and waits, also those between epochs."""
     rates = []
     for rank in range(world_size):
         facts = [window.ranks[rank] for window in windows]
-        spent_ms = sum(own.compute_ms + own.exposed_ms + own.setup_ms for own in facts)
+        spent_ms = sum(own.compute_ms + own.exposed_ms + own.setup_ms + own.border_ms for own in facts)
         rates.append(sum(own.samples for own in facts) / spent_ms if spent_ms > 0 else 0.0)
     return tuple(rates)
 

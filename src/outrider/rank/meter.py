@@ -226,14 +226,19 @@ class Meter:
     def waited_for_others(self, seconds: float) -> None:
         """Record time in which this rank had taken its last step of a segment, but others had not."""
         self._account.wait_s += seconds
+        self._window.border_s += seconds
         self._recorder.wait("epoch boundary", seconds)
         # The device was idle: it would look like compute in the window that is not averaged yet.
         if self._clocks is not None:
             self._clocks.local.skip_pause()
 
     def charge(self, report: AverageReport, *, is_blocking: bool, is_average: bool) -> float:
-        """Account for the previous average from the ranks' report; returns how long this rank waited in it, in s."""
+        """Account for the previous average from the ranks' report.
+
+        Returns how long this rank waited in a blocking average, in s; a wait for one in the background was recorded
+        when it happened.
+        """
         before_s = self._account.wait_s
         self._account.averages += is_average
         self._account.charge(report, self._rank, is_blocking=is_blocking)
-        return self._account.wait_s - before_s
+        return self._account.wait_s - before_s if is_blocking else 0.0

@@ -6,10 +6,10 @@ start of a pass and of an evaluation.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from outrider.data.feed import Feed
-from outrider.data.sample_sequence import DrawnSequence, SampleSequence
+from outrider.data.sample_sequence import DrawnSequence, SampleSequence, batching_options
 from outrider.data.sequence_feed import SequenceFeed
 from outrider.errors import ConfigError
 from outrider.policy.policies import WHOLE_BATCH_POLICIES
@@ -28,6 +28,9 @@ class PassFeeds:
         self._seed = seed
         self.digest: str | None = None
         """Digest of the user's own sequence of the last pass, for checkpoints; None without one."""
+        self.batching: dict[str, Any] = {}
+        """The options that describe the batches of a batch sampler, with its last pass; empty without one."""
+        self._batch_sizes: set[int] = set()
 
     def open(self, source: Source, epoch: int, *, before: str | None) -> Feed:
         """Open the feed of a pass; all ranks call this. `before` is the digest of the sequence of a resumed pass."""
@@ -39,9 +42,16 @@ class PassFeeds:
         drawn = source.sequence.draw(num_samples=feed.num_samples, seed=self._seed, epoch=epoch)
         drawn = agree_on_sequence(self._world, drawn)
         self.digest = drawn.digest
+        self._describe(source, drawn)
         if before is not None and before != drawn.digest:
             refuse_other_sequence(source.sequence.name)
         return SequenceFeed(feed, drawn)
+
+    def _describe(self, source: Source, drawn: DrawnSequence) -> None:
+        assert source.sequence is not None
+        if source.sequence.has_batches:
+            self.batching = batching_options(source.sequence.name, drawn, sizes=self._batch_sizes)
+            self._batch_sizes |= set(drawn.batch_sizes)
 
     def num_positions(self, source: Source, epoch: int) -> int:
         """Samples of a pass, or batches of a batch sampler; no rank waits for another."""

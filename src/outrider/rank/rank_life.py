@@ -104,7 +104,7 @@ class RankLife:
         self.history: list[dict[str, Any]] = []
         self.num_samples = 0
         self.loop_options: dict[str, Any] = {}
-        """Batch size and length of a user's loop; `train()` has them in its recipe."""
+        """Batch size and length of a user's loop, which `train()` has in its recipe; batches of a batch sampler."""
         self.clock = CheckpointClock(config.every, rank=world.rank)
         self.splitter = Splitter(
             world_size=world.size,

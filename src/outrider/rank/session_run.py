@@ -233,7 +233,8 @@ class SessionRun:
         """Record what `train()` has as options: batch size and length; several batch sizes become a list."""
         sizes = list(dict.fromkeys([*(size for size, _ in self._rhythm), batch_size]))
         length = {} if self.goal is None else {name: n for name, n in asdict(self.goal).items() if n is not None}
-        self._life.loop_options = {"batch_size": sizes[0] if len(sizes) == 1 else sizes, **length}
+        batching = self._pass_feeds.batching
+        self._life.loop_options = {"batch_size": sizes[0] if len(sizes) == 1 else sizes, **length, **batching}
 
     # Passes over a data set
 
@@ -285,7 +286,7 @@ class SessionRun:
 
     def _open_counts(self, epoch: int) -> None:
         assert self.replica is not None
-        self.replica.counts.epoch = epoch
+        self.replica.begin_epoch(epoch)
         self.replica.counts.per_step.open_pass()
 
     def num_steps(self, source: Source) -> int:
@@ -477,6 +478,8 @@ class SessionRun:
         assert self.goal is not None
         self.goal.refuse_standstill(epoch - self.first_epoch, samples=self._consumed - self._epoch_began)
         self._epoch_began, self._counted = self._consumed, epoch
+        if self.replica is not None:
+            self.replica.begin_epoch(epoch)
         return self.goal.is_reached(epochs=epoch, samples=self._consumed, replica=self.replica)
 
     def is_over(self, source: Source) -> bool:
@@ -559,6 +562,8 @@ class SessionRun:
         self.metrics = life.conclude(
             epoch, seconds=self._trained_s, evaluated=self._evaluated, is_complete=self._is_complete
         )
+        assert self.replica is not None
+        self.replica.begin_epoch(self.replica.counts.epoch + 1)
         life.accounting.open()
         self._evaluated, self._trained_s, self._is_complete = EvaluationSums(), 0.0, True
         self._passes_in_epoch = self._samples_in_epoch = 0

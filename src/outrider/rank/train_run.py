@@ -105,6 +105,7 @@ class TrainRun:
         feed = self._open_feed(recipe.dataset, augment=recipe.augment, length=recipe.length)
         orders = self._orders = self._open_orders(feed)
         life.num_samples = orders.num_positions
+        life.loop_options = orders.batching
         self._recorder.event("data open")
         check_num_samples(orders.num_positions, world_size=world.size)
         refuse_to_divide(orders.sequence, recipe.policy_spec, world_size=world.size)

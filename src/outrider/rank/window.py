@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from outrider.policy.effects import AverageReport, RankFacts
 
-NUM_FACTS = 12
+NUM_FACTS = 13
 BATCHES = 1
 """Index of the number of batches in a row of facts."""
-_ORDINAL = 10
+_ORDINAL = 11
 """Index of the ordinal of a further average of gradients in the same batch; the first average has 0 there."""
 # Values of the last fact of a row, by which a rank asks to end the segment.
 _PAUSE, _STOP, _LAYOUT = 1.0, 2.0, 3.0
@@ -36,6 +36,8 @@ class Window:
     """Time of the previous average in the background: until it was done, and on this rank's own processor."""
     setup_s: float = 0.0
     """Time of steps that tell nothing about speed."""
+    border_s: float = 0.0
+    """Time after the last step of a segment that stayed open, until others had taken theirs."""
 
     def stepped(self, *, samples: int, seconds: float, is_steady: bool = True) -> None:
         self.samples += samples
@@ -64,13 +66,14 @@ class Window:
             self.average_s * 1e3,
             self.busy_s * 1e3,
             self.setup_s * 1e3,
+            self.border_s * 1e3,
             *(loss if math.isfinite(loss[0]) else (0.0, 0)),
             float(is_dry),
             _STOP if wants_stop else _PAUSE if wants_pause else _LAYOUT if wants_layout else 0.0,
         ]
         self.samples = self.batches = 0
         self.compute_s = self.exposed_s = self.setup_s = 0.0
-        self.waited_s = self.average_s = self.busy_s = 0.0
+        self.waited_s = self.average_s = self.busy_s = self.border_s = 0.0
         return row
 
 
@@ -89,7 +92,7 @@ def as_report(window: int, rows: tuple[tuple[float, ...], ...], drift: float | N
 
 
 def _rank_facts(row: tuple[float, ...]) -> RankFacts:
-    samples, batches, compute_ms, exposed_ms, waited_ms, average_ms, busy_ms, setup_ms, *rest = row
+    samples, batches, compute_ms, exposed_ms, waited_ms, average_ms, busy_ms, setup_ms, border_ms, *rest = row
     loss_sum, loss_samples, is_dry, ending = rest
     return RankFacts(
         samples=round(samples),
@@ -100,6 +103,7 @@ def _rank_facts(row: tuple[float, ...]) -> RankFacts:
         average_ms=average_ms,
         busy_ms=busy_ms,
         setup_ms=setup_ms,
+        border_ms=border_ms,
         loss_sum=loss_sum,
         loss_samples=round(loss_samples),
         is_dry=is_dry > 0.5,
@@ -118,8 +122,13 @@ class AverageAccount:
     wait_s: float = 0.0
 
     def charge(self, report: AverageReport, rank: int, *, is_blocking: bool) -> None:
-        """Add the times of the previous average from a report; the last rank to arrive waited for nobody."""
-        exposed = [facts.exposed_ms for facts in report.ranks]
-        cost_ms = min(exposed) if is_blocking else exposed[rank]
-        self.cost_s += cost_ms / 1e3
-        self.wait_s += (exposed[rank] - cost_ms) / 1e3
+        """Add the times of the previous average from a report.
+
+        The last rank to arrive at a blocking average waited for nobody; for an average in the background every rank
+        measures its own wait.
+        """
+        own = report.ranks[rank]
+        blocked_ms = own.exposed_ms - min(facts.exposed_ms for facts in report.ranks)
+        waited_ms = blocked_ms if is_blocking else min(own.waited_ms, own.exposed_ms)
+        self.cost_s += (own.exposed_ms - waited_ms) / 1e3
+        self.wait_s += waited_ms / 1e3

@@ -33,12 +33,12 @@ class EpochMetrics:
     anchor: int | None
     drift: float | None
     exposed_average_fraction: float
-    """Fraction of the ranks' time that averaging took from compute, without waits for other ranks; at most 1.
+    """Fraction of the ranks' time that averaging took from compute, without waits; at most 1.
 
     The cost of an average is known with the next one, which may be in the next epoch.
     """
     wait_fraction: float
-    """Fraction of the ranks' time spent waiting for others."""
+    """Fraction of the ranks' time spent waiting for others, or for an average in the background to arrive."""
     eval_s: float
     """Time of the evaluation, including the broadcast to the other ranks if one rank trained alone."""
     train_s: float

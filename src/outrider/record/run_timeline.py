@@ -11,8 +11,19 @@ from pathlib import Path
 from outrider.errors import DataError
 from outrider.timeline.exports import complete_run
 from outrider.timeline.sampler import Sampler
+from outrider.timeline.web_page import has_plotly, load_template_engine
 
 _NO_TIMELINE = "outrider: the timeline of the run in {folder} is not complete: {error}"
+
+
+def prepare_timeline() -> None:
+    """Import what `complete_timeline` needs, for programs in which it may be called at exit.
+
+    An import at exit may evaluate text, as `namedtuple` does. Python then forgets that Ctrl-C ended the program, and
+    ends with 1 in place of SIGINT.
+    """
+    if has_plotly():
+        load_template_engine()
 
 
 def complete_timeline(folder: Path, sampler: Sampler | None = None) -> None:

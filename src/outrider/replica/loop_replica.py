@@ -303,6 +303,15 @@ class LoopReplica:
                 _own_kind(scheduler).step(scheduler)
             self.ticks += 1
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Count this epoch; schedules per epoch advance at once, so that the user sees its learning rate.
+
+        Before the first step the schedule waits for it, because torch warns of schedules that advance earlier.
+        """
+        self.counts.epoch = epoch
+        if self.counts.per == "epoch" and self.steps:
+            self.follow_schedule(self.at)
+
     def go_on_from(self, ticks: int) -> None:
         """Continue at the tick at which schedules were saved; raises unless the user has loaded their states."""
         for scheduler in self.schedulers:

@@ -195,6 +195,11 @@ class Recipe(LoopRecipe):
         """The batch size, or its mean over ranks: the unit of schedule ticks and of `steps`."""
         return mean_size(self.batch_size)
 
+    @property
+    def batch_sampler(self) -> str | None:
+        """The name of the batch sampler whose batches are taken whole; None without one."""
+        return self.order.name if isinstance(self.order, SampleSequence) and self.order.has_batches else None
+
     def with_devices(self, devices: Sequence[str]) -> Recipe:
         """The same recipe with batch sizes in the order of devices, if they were given by name."""
         if not isinstance(self.batch_size, dict):

@@ -82,7 +82,9 @@ class Replica:
         """Called when a step was skipped because this rank's gradient overflowed."""
         self.on_micro_batch: Callable[[Decision], None] = lambda decision: None
         """Called when memory ran out and micro-batches became smaller."""
-        self._retaken = RetakenSteps(self, on_shrink=lambda decision: self.on_micro_batch(decision))
+        self._retaken = RetakenSteps(
+            self, on_shrink=lambda decision: self.on_micro_batch(decision), batch_sampler=recipe.batch_sampler
+        )
         self.captured: FasterSteps | None = None
         """Runs the steps if they are CUDA graphs."""
         self.compiled: CompiledStep | None = None

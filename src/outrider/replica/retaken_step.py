@@ -40,9 +40,15 @@ class Retakeable(Protocol):
 class RetakenSteps:
     """Repeats gradients of one replica until they fit in memory."""
 
-    def __init__(self, replica: Retakeable, *, on_shrink: Callable[[Decision], None]) -> None:
-        """`on_shrink` is called once per repeated step, with the new size of the micro-batches."""
+    def __init__(
+        self, replica: Retakeable, *, on_shrink: Callable[[Decision], None], batch_sampler: str | None = None
+    ) -> None:
+        """`on_shrink` is called once per repeated step, with the new size of the micro-batches.
+
+        Batches of a `batch_sampler` are computed whole: each counts as one sample.
+        """
         self._replica = replica
+        self._batch_sampler = batch_sampler
         self._on_shrink = on_shrink
         self._buffers = _BufferCopy(replica)
         self._draws_on_host: bool | None = None
@@ -92,9 +98,15 @@ class RetakenSteps:
     def _shrink(self, samples: int, error: OutriderError) -> None:
         replica = self._replica
         if not replica.micro_batches.can_shrink(samples):
-            trouble = f"out of memory with a single sample{memory_words(replica.device)}"
-            raise self._error(trouble, HINT) from error.__cause__
+            raise self._too_large() from error.__cause__
         replica.micro_batches.shrink(samples)
+
+    def _too_large(self) -> StepError:
+        name, memory = self._batch_sampler, memory_words(self._replica.device)
+        if name is None:
+            return self._error(f"out of memory with a single sample{memory}", HINT)
+        trouble = f"out of memory with a batch of {name}, which is computed whole{memory}"
+        return self._error(trouble, f"let {name} make smaller batches, or {HINT}")
 
     def _tell(self, tried: int, samples: int) -> None:
         size = self._replica.micro_batches.counts(samples)[0]

@@ -8,6 +8,7 @@ the products of the step where `train()` tries it.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import product
 
@@ -38,6 +39,11 @@ _TRANSPOSED = ((False, False), (True, False), (False, True))
 # Half precision is accurate to about 0.004; the error of an unwritten element is as large as the element itself.
 _TOLERANCE = 0.02
 _STEP, _FEWEST = 2, 8
+_EXPERIMENTAL = (
+    r"torch\.backends\.cuda\.preferred_blas_library is an experimental feature",
+    "Setting the SM carveout for matmuls is a temporary experimental mitigation",
+)
+"""The beginnings of two warnings of torch."""
 _PIECE = 2**24
 """Elements that are compared at a time: a single-precision copy of a large result might not fit."""
 
@@ -133,5 +139,22 @@ def _multiply(operation: str, operands: Sequence[Tensor], out: Tensor) -> None:
 
 def _choose_for(count: int, *, of: int) -> None:
     """Set for all threads of this process, including those of the backward pass; a cuBLAS handle is per thread."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch._C._set_sm_carveout_experimental(of - count)
+    with warnings.catch_warnings():
+        # torch calls both settings experimental. The user did not make them, and `mend_products` prints what they do.
+        for message in _EXPERIMENTAL:
+            warnings.filterwarnings("ignore", message=message)
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        _carve_out(of - count)
+
+
+def _carve_out(num_multiprocessors: int) -> None:
+    """Leave these multiprocessors out, with torch's warning as one of Python, which a filter can ignore.
+
+    Called directly, the binding prints its warning on stderr. Inside of an operator torch collects warnings for Python.
+    """
+
+    def carve_out(value: float) -> float:
+        torch._C._set_sm_carveout_experimental(num_multiprocessors)
+        return value
+
+    torch.zeros(1, device="cpu").apply_(carve_out)

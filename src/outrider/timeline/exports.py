@@ -16,6 +16,7 @@ from typing import Any
 
 from outrider.errors import ConfigError, one_of
 from outrider.timeline.document import TIMELINE, Timeline, find_event_files, load_timeline
+from outrider.timeline.export_html import write_html
 from outrider.timeline.idle import recorded_s, sampled_s
 from outrider.timeline.recorder import SCHEMA_VERSION
 from outrider.timeline.sampler import Sampler
@@ -189,9 +190,6 @@ _TEXTS = {"csv": ("timeline.csv", as_csv), "perfetto": ("trace.json", as_trace)}
 
 def _write(timeline: Timeline, folder: Path, name: str) -> Path:
     if name == "html":
-        # Imported here, because only pages need a template engine.
-        from outrider.timeline.export_html import write_html
-
         return write_html(timeline, folder)
     if name == "json":
         # A run writes this file itself, unless it is still running or died.

@@ -11,6 +11,7 @@ from typing import Any
 
 STEP_OPTIONS = (
     "batch_size",
+    "batch_sampler",
     "accumulate",
     "micro_batch",
     "precision",

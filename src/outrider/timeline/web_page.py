@@ -177,6 +177,11 @@ def _numbered(sections: Sequence[PageSection]) -> list[dict[str, Any]]:
     return numbered
 
 
+def load_template_engine() -> None:
+    """Import the template engine, which is otherwise imported with the first page."""
+    import jinja2  # noqa: F401
+
+
 def _template() -> Any:
     import jinja2
 

@@ -29,10 +29,13 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 def _head(document: Mapping[str, Any]) -> str:
     work = document["workload"]
-    return (
-        f"{document['parameters']:,} parameters, {work['num_samples']:,} samples per epoch"
-        f" in batches of {work['batch_size']:,}"
+    sampler = work["options"].get("batch_sampler")
+    epoch = (
+        f"{work['num_samples']:,} samples per epoch in batches of {work['batch_size']:,}"
+        if sampler is None
+        else f"{work['num_samples']:,} batches of {sampler['name']} per epoch; each counts as one sample"
     )
+    return f"{document['parameters']:,} parameters, {epoch}"
 
 
 def _titles() -> str:

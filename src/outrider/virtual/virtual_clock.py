@@ -113,6 +113,7 @@ class RankClock:
     last_exposed_ms: float = 0.0
     last_waited_ms: float = 0.0
     last_average_ms: float = 0.0
+    last_border_ms: float = 0.0
     steps_since_snapshot: int = 0
 
 
@@ -305,6 +306,7 @@ class VirtualClock:
             exposed_ms=clock.last_exposed_ms,
             waited_ms=clock.last_waited_ms,
             average_ms=clock.last_average_ms,
+            border_ms=clock.last_border_ms,
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             is_dry=is_dry,
@@ -312,7 +314,7 @@ class VirtualClock:
         )
         clock.window_samples = clock.window_batches = 0
         clock.window_ms = clock.last_exposed_ms = 0.0
-        clock.last_waited_ms = clock.last_average_ms = 0.0
+        clock.last_waited_ms = clock.last_average_ms = clock.last_border_ms = 0.0
         return facts
 
     def _shared_step(self, rank: int, effect: SharedStep) -> bool:
@@ -406,7 +408,9 @@ class VirtualClock:
     def _stop_waiting(self, rank: int, now_ms: float) -> None:
         if rank in self._awaiting:
             clock = self.clocks[rank]
-            clock.wait_ms += now_ms - self._awaiting.pop(rank)
+            waited_ms = now_ms - self._awaiting.pop(rank)
+            clock.wait_ms += waited_ms
+            clock.last_border_ms += waited_ms
             clock.now_ms = now_ms
 
     def _leave_open(self, rank: int, effect: LeaveOpen) -> bool:
