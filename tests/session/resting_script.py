@@ -1,4 +1,4 @@
-"""A user's loop in which rank 0 trains alone from time to time: `resting_script.py FOLDER CASE`.
+"""A user's loop in which rank 0 trains alone from time to time: `resting_script.py FOLDER CASE DEVICES`.
 
 The splitter is scripted: three shared steps, four batches of rank 0 alone, and again. `CASE` chooses what else the loop
 does. Every rank writes what it saw and its final state.
@@ -56,6 +56,7 @@ class Scripted(Splitter):
 
 
 def make_policy() -> PolicySpec:
+    """`balanced` with the scripted splitter, declared to switch as `auto` does."""
     splitters: list[Scripted] = []
 
     def open_scripted(segment: Any) -> Any:
@@ -65,9 +66,7 @@ def make_policy() -> PolicySpec:
             segment.splitter.stay_alone = splitters[0].stay_alone
         return balanced(replace(segment, splitter=splitters[0]))
 
-    return PolicySpec(
-        name="scripted", open=open_scripted, shares_steps=True, batch_is_global=True, switches=True
-    )
+    return PolicySpec(name="scripted", open=open_scripted, shares_steps=True, batch_is_global=True, switches=True)
 
 
 def data() -> torch.utils.data.TensorDataset:
@@ -80,22 +79,27 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
 
 
-def train(folder: Path, case: str, *, policy: Any, devices: str) -> None:
+def train(folder: Path, case: str, devices: str) -> None:
     model = make_model()
     optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(model[0].parameters(), lr=0.02)]
-    optimizers += [torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)]
+    head = [model[2].weight] if case == "adding a group" else list(model[2].parameters())
+    optimizers += [torch.optim.SGD(head, lr=0.1, momentum=0.9)]
     schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=7, gamma=0.8)
     own = torch.optim.lr_scheduler.StepLR(optimizers[1], step_size=5, gamma=0.5) if case == "own schedule" else None
     used: list[int] = []
-    lookups: list[float] = []
-    with outrider.Session(devices=devices, policy=policy, run_dir=folder / "run", seed=3) as s:
+    outputs: list[float] = []
+    options: Any = {"checkpoint_every": "0.02s"} if case == "checkpoints" else {}
+    policy: Any = "sync" if devices == "cpu" else make_policy()
+    with outrider.Session(devices=devices, policy=policy, run_dir=folder / "run", seed=3, **options) as s:
         s.prepare(model, *optimizers, schedule)
         ema = s.ema(model, decay=0.9)
         for epoch in s.epochs(EPOCHS):
-            for number, (x, y, index) in enumerate(s.batches(data(), batch_size=BATCH), start=1):
+            for x, y, index in s.batches(data(), batch_size=BATCH):
                 used += index.tolist()
                 if case == "freezing" and s.global_step == 20:
                     model[0].requires_grad_(False)
+                if case == "adding a group" and s.global_step == 20:
+                    optimizers[1].add_param_group({"params": [model[2].bias]})
                 if case == "by hand":
                     optimizers[1].param_groups[0]["lr"] = 0.1 * (1 - s.progress)
                     if s.global_step == 30:
@@ -110,22 +114,20 @@ def train(folder: Path, case: str, *, policy: Any, devices: str) -> None:
                         own.step()
                 if case == "break" and epoch == 1 and s.is_main and s.samples_seen >= (SIZE + 12 * BATCH):
                     break
-            lookups.append(model(data().tensors[0]).sum().item())
+            outputs.append(model(data().tensors[0]).sum().item())
+        seen = s.samples_seen
     tensors = [*model.state_dict().values(), *ema.module.state_dict().values()]
     tensors += [value for o in optimizers for entry in o.state_dict()["state"].values() for value in entry.values()]
     told = {
         "used": used,
-        "lookups": lookups,
+        "outputs": outputs,
         "rates": [group["lr"] for o in optimizers for group in o.param_groups],
         "ticks": schedule.last_epoch,
-        "samples": s.metrics.samples_seen if hasattr(s.metrics, "samples_seen") else None,
+        "seen": seen,
         "tensors": [torch.as_tensor(tensor).double().tolist() for tensor in tensors],
     }
     (folder / f"rank{s.rank}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
-    if sys.argv[3] == "one":
-        train(Path(sys.argv[1]), sys.argv[2], policy="sync", devices="cpu")
-    else:
-        train(Path(sys.argv[1]), sys.argv[2], policy=make_policy(), devices="cpu,cpu")
+    train(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

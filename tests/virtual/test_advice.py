@@ -162,6 +162,16 @@ def test_a_loop_of_the_user_never_leaves_all_work_to_one_device() -> None:
     assert rests.samples_per_s > 2 * shares.samples_per_s
 
 
+def test_in_a_loop_of_the_user_auto_leaves_all_work_to_the_first_device_only() -> None:
+    loop = replace(WORK, may_rest=False)
+    rates = []
+    for slow in ({"cpu": 8.0, "cpu@0.1": 80.0}, {"cpu@0.1": 80.0, "cpu": 8.0}):
+        cell = advised(slow, average_ms=20.0, work=loop).cell("auto", list(slow))
+        assert cell is not None
+        rates.append(cell.samples_per_s)
+    assert rates[0] > 2 * rates[1]
+
+
 def test_the_users_options_of_windows_are_those_of_the_forecast() -> None:
     work = replace(WORK, options={"anchor": 1})
     costly = {"cpu": 8.0, "cpu@0.5": 16.0}

@@ -59,6 +59,13 @@ class SessionHooks:
         config = self._run.config
         return config.checkpoint_every is not None or config.resume is not None
 
+    def share_always(self) -> None:
+        """Let every rank run the loop for every batch of shared steps; called before the first one, on all ranks.
+
+        Frameworks count steps, log and call back on every rank.
+        """
+        self._run.share_always()
+
     # Meetings: points in a pass at which all ranks are at the same position, with equal parameters.
 
     def on_meeting(self, function: Callable[[], None]) -> None:

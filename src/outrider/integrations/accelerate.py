@@ -45,6 +45,7 @@ class Accelerator(accelerate.Accelerator):
         refuse_arguments(args, kwargs)
         self.session, self._opened = join_session(session_options or {})
         self._hooks = SessionHooks(self.session)
+        self._hooks.share_always()
         if self._hooks.keeps_checkpoints:
             raise ConfigError(
                 "checkpoint_every and resume of the session would keep a second set of checkpoints",

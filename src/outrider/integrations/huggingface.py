@@ -79,6 +79,7 @@ class OutriderMixin:
     def _join(self) -> None:
         self._session, self._owns_session = join(self.args, self._session_options)
         self._hooks, self._arrays = SessionHooks(self._session), None
+        self._hooks.share_always()
         if self._hooks.keeps_checkpoints:
             raise ConfigError(
                 "checkpoint_every and resume of the session would keep a second set of checkpoints",

@@ -127,7 +127,13 @@ class Driver:
         """How often ranks caught up with one that trained alone."""
         self._has_leased = False
         self._stepped_since_begin = self._is_laid_out = False
-        self._handlers: dict[type, Callable[[Any], Any]] = {
+        self._handlers = self._all_handlers()
+        if replica.rank == 0:
+            recorder.event("transport", value=averages.transport, bytes=averages.sizes.bytes)
+
+    def _all_handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """The method for each effect but steps, which the caller executes."""
+        return {
             Take: self._take,
             GiveBack: self._give_back,
             Expect: self._expect,
@@ -143,8 +149,6 @@ class Driver:
             LeaveOpen: self._leave_open,
             Note: self._note,
         }
-        if replica.rank == 0:
-            recorder.event("transport", value=averages.transport, bytes=averages.sizes.bytes)
 
     # Read by other modules
 
@@ -463,7 +467,7 @@ class Driver:
 
     @property
     def _last_position(self) -> int:
-        """The last position of the segment that averages have accounted for: a user may leave before the planned end."""
+        """The last position of the segment that is accounted for: a user may leave before the planned end."""
         return max(self.span.start, self.span.start + self._reached - self._reached_before - 1)
 
     def catch_up(self, *, is_training: bool = True) -> float:

@@ -52,7 +52,6 @@ from outrider.world.environment import is_trial
 from outrider.world.messages import Link
 from outrider.world.world import World, agree_on_interruption
 
-
 MAIN_RANK = 0
 
 

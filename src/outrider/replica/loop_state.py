@@ -10,18 +10,32 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from outrider.average.arena import Arena
 from outrider.errors import ConfigError
+from outrider.replica.loop_scaler import LoopScaler
+from outrider.replica.schedule_ticks import ScheduleTicks
 
-if TYPE_CHECKING:
-    from outrider.replica.loop_replica import LoopReplica
+
+class _Loop(Protocol):
+    """The part of a `LoopReplica` that is read and written here."""
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    arena: Arena
+    scaler: LoopScaler | None
+    counts: ScheduleTicks
+    ticks: int
+    at: int
+
+    def tick_to(self, due: int) -> None: ...
 
 
-def loop_state(replica: LoopReplica) -> dict[str, Any]:
+def loop_state(replica: _Loop) -> dict[str, Any]:
     """The state to send, as numbers, text and tensors."""
     return {
         "settings": settings_of(replica.optimizers),
@@ -33,7 +47,7 @@ def loop_state(replica: LoopReplica) -> dict[str, Any]:
     }
 
 
-def take_loop_state(replica: LoopReplica, state: dict[str, Any], *, at: int) -> None:
+def take_loop_state(replica: _Loop, state: dict[str, Any], *, at: int) -> None:
     """Continue with the received state, `at` these samples of the world."""
     replica.counts.restore(state["counts"])
     replica.counts.per_step.continue_from(state["counts"]["since_step"])
@@ -70,14 +84,19 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _set(optimizers: Sequence[torch.optim.Optimizer], told: list[list[dict[str, Any]]]) -> None:
-    for optimizer, groups in zip(optimizers, told, strict=True):
+def refuse_other_groups(optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+    """Raise if the loop of the other rank added parameter groups meanwhile: their parameters are not known here."""
+    for optimizer, groups in zip(optimizers, state.get("settings", ()), strict=bool(state)):
         if len(groups) != len(optimizer.param_groups):
             raise ConfigError(
                 f"{type(optimizer).__name__} has {len(groups)} parameter groups on the rank that trained alone, "
                 f"{len(optimizer.param_groups)} on a rank that rested: add_param_group() was called inside the loop",
                 hint='call it between two loops over batches(), or pass policy="balanced"',
             )
+
+
+def _set(optimizers: Sequence[torch.optim.Optimizer], told: list[list[dict[str, Any]]]) -> None:
+    for optimizer, groups in zip(optimizers, told, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             for key, value in settings.items():
                 if isinstance(group.get(key), Tensor):
@@ -86,13 +105,13 @@ def _set(optimizers: Sequence[torch.optim.Optimizer], told: list[list[dict[str, 
                     group[key] = value
 
 
-def _unfinished_gradients(replica: LoopReplica) -> dict[int, Tensor]:
+def _unfinished_gradients(replica: _Loop) -> dict[int, Tensor]:
     """Gradients by the number of their parameter: the user may be accumulating them."""
     parameters = enumerate(replica.arena.parameters)
     return {number: one.grad for number, one in parameters if one.grad is not None and not one.grad.is_sparse}
 
 
-def _continue_gradients(replica: LoopReplica, told: dict[int, Tensor]) -> None:
+def _continue_gradients(replica: _Loop, told: dict[int, Tensor]) -> None:
     """Take over unfinished gradients; those of this rank's own last batches are in steps that it has received."""
     for number, parameter in enumerate(replica.arena.parameters):
         parameter.grad = told[number].to(parameter.device) if number in told else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider.replica.capturable_optimizer import OptimizerForm
+from outrider.replica.loop_state import refuse_other_groups
 from outrider.replica.portable_state import State, TensorForm, read_manifest, write_manifest
 from outrider.replica.rank_replica import RankReplica
 
@@ -42,7 +43,9 @@ def pack(replica: RankReplica) -> Cargo:
 def places(replica: RankReplica, manifest: bytes) -> list[Tensor]:
     """The destinations of a manifest's tensors: existing tensors, or new ones if the replica's state differs."""
     told = read_manifest(manifest)
-    of_loop = _empty(told.pop(_LOOP, {}))
+    loop = told.pop(_LOOP, {})
+    refuse_other_groups(replica.optimizers, loop)
+    of_loop = _empty(loop)
     if _has_place(replica.optimizer, told):
         pairs = _pairs(replica.optimizer, told)
         return of_loop + [own[key] for own, entry in pairs for key in entry if _is_tensor(entry[key])]

@@ -12,7 +12,7 @@ from itertools import combinations
 from statistics import fmean, harmonic_mean
 from typing import Any
 
-from outrider.policy.policies import FIXED_POLICIES, TRAINING_POLICIES
+from outrider.policy.policies import FIXED_POLICIES, TRAINING_POLICIES, policy_spec
 from outrider.policy.window_planner import PlannerConfig
 from outrider.virtual.advice_text import as_text
 from outrider.virtual.simulator import DeviceSpeed, MeasuredCosts, Network, Outcome, Scenario, simulate
@@ -55,7 +55,7 @@ class TrainingWork:
     total_samples: int
     """Samples of the whole run."""
     may_rest: bool
-    """Whether slow devices may leave whole batches to a fast one; true for `train()`, false for a user's own loop."""
+    """Whether slow devices may leave whole batches to any fast one; true for `train()`, false for a user's own loop."""
     options: Mapping[str, Any]
 
     def planner(self, world_size: int) -> PlannerConfig:
@@ -135,7 +135,7 @@ def advise(
     rates = [cell.samples_per_s for cell in cells]
     for ranks in _subsets(rates):
         for policy in TRAINING_POLICIES if costs else ():
-            outcome = simulate(policy, _scenario(ranks, alone, costs[policy], workload))
+            outcome = simulate(policy, _scenario(policy, ranks, alone, costs[policy], workload))
             memory = _memory(joint, policy)
             cells.append(_cell(devices, ranks, outcome, workload, memory=memory, end_ms=ends_ms[policy]))
     best = _best(cells)
@@ -249,7 +249,7 @@ def _window_speeds(trial: TrialReports, kind: str, *, overhead_ms: float) -> tup
 
 
 def _scenario(
-    ranks: Sequence[int], alone: Sequence[DeviceSpeed], costs: MeasuredCosts, workload: TrainingWork
+    policy: str, ranks: Sequence[int], alone: Sequence[DeviceSpeed], costs: MeasuredCosts, workload: TrainingWork
 ) -> Scenario:
     simulated = min(workload.total_samples, SIMULATED_STEPS * workload.batch_size * len(ranks))
     return Scenario(
@@ -267,7 +267,9 @@ def _scenario(
             gradient_ms=costs.gradient_ms,
             snapshot_ms=costs.snapshot_ms,
         ),
-        may_rest=workload.may_rest,
+        # In a user's own loop only `auto` lets one rank train alone, and only the first.
+        may_rest=workload.may_rest or policy_spec(policy).switches,
+        only_alone=None if workload.may_rest else 0,
         samples_after=workload.total_samples - simulated,
     )
 

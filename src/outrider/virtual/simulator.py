@@ -96,6 +96,8 @@ class Scenario:
     """Batch size of policies that split a batch among all ranks; `batch_size` times the number of ranks if None."""
     may_rest: bool = True
     """Whether slow ranks may leave whole batches to a fast one, as in `train()`."""
+    only_alone: int | None = None
+    """The one rank that may take whole batches alone; None if any may."""
     samples_after: int = 0
     """Samples of the run after the simulated part, for policies that plan ahead."""
 
@@ -232,7 +234,9 @@ class _SimulatedWorld:
         self._policy, self._scenario = policy, scenario
         self._size = len(scenario.speeds)
         self._planner = _SharedPlanner(_planner_config(policy, scenario))
-        self._splitter = _OneForAllSplitter(world_size=self._size, may_rest=scenario.may_rest)
+        self._splitter = _OneForAllSplitter(
+            world_size=self._size, may_rest=scenario.may_rest, only_alone=scenario.only_alone
+        )
         self._chooser = _OneForAllChooser(world_size=self._size)
         speeds = relative_speeds([1 / one.step_ms(scenario.batch_size) for one in scenario.speeds])
         self._planner.hint(speeds)
