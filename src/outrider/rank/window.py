@@ -37,13 +37,17 @@ class Window:
     setup_s: float = 0.0
     """Time of steps that tell nothing about speed."""
 
-    def stepped(self, *, samples: int, seconds: float, is_steady: bool = True) -> None:
+    def stepped(self, samples: int, seconds: float) -> None:
+        """Add a step whose time tells about speed."""
         self.samples += samples
         self.batches += samples > 0
-        if is_steady:
-            self.compute_s += seconds
-        else:
-            self.setup_s += seconds
+        self.compute_s += seconds
+
+    def set_up(self, samples: int, seconds: float) -> None:
+        """Add a step whose time does not."""
+        self.samples += samples
+        self.batches += samples > 0
+        self.setup_s += seconds
 
     def facts(
         self,
