@@ -190,9 +190,9 @@ def test_a_short_run_of_slow_steps_goes_on_until_there_is_something_to_measure(
         return deadline.is_over()
 
     assert not is_over(0.0, 1)
-    # 40 steps after 2 s are enough; after 10 s 12 are, but never 11.
+    # 40 steps after 2 s are enough; after 5 s 6 are, but never 5.
     assert [is_over(1.9, 40), is_over(2.1, 39), is_over(2.1, 40)] == [False, False, True]
-    assert [is_over(99.0, 11), is_over(9.0, 12), is_over(10.1, 12)] == [False, False, True]
+    assert [is_over(99.0, 5), is_over(4.9, 6), is_over(5.1, 6)] == [False, False, True]
 
 
 @pytest.mark.slow

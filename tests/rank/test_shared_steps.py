@@ -225,3 +225,22 @@ def test_a_shared_step_waits_until_all_have_caught_up(rank: Rank, monkeypatch: p
     rank.run(alone_then_shared)
     assert steps == [1]
     assert (rank.driver.lead, rank.replica.steps) == (None, 2)
+
+
+def steps_alone(reports: list[AverageReport]) -> Iterator[Step | HandOver]:
+    for number in range(3):
+        yield Step(Batch(4 * number, 4), at=4 * number)
+    reports.append((yield HandOver(source=0, samples=12, at=0)))
+
+
+def test_a_step_after_a_step_changes_only_to_its_data_and_back(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+    enter = rank.recorder.activity.enter
+
+    def entering(phase: str, **at: float) -> float:
+        entered.append(phase)
+        return enter(phase, **at)
+
+    monkeypatch.setattr(rank.recorder.activity, "enter", entering)
+    rank.run(steps_alone)
+    assert entered[: entered.index("average")] == ["join", *3 * ["data", "compute"], "join", "compute", "join"]

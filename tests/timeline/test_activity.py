@@ -46,6 +46,35 @@ def test_time_between_two_effects_belongs_to_the_later_one(clock: Clock) -> None
     assert activity.totals().spent_s["join"] == 0.0
 
 
+def test_a_phase_may_be_entered_later_than_it_began(clock: Clock) -> None:
+    activity = Activity(clock)
+    activity.enter("compute")
+    clock.now_s = 1.0
+    assert activity.enter("join", at_s=0.75) == 0.75
+    clock.now_s = 1.5
+    activity.enter("average")
+    totals = activity.totals()
+    assert (totals.spent_s["compute"], totals.spent_s["join"]) == (0.75, 0.75)
+
+
+def test_a_change_that_an_exception_cut_short_stops_neither_reading_nor_counting(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activity = Activity(clock)
+    activity.enter("compute")
+    monkeypatch.setattr("outrider.timeline.activity._TRY_AGAIN_S", 0.0)
+    spent_s = activity._totals.spent_s
+    activity._totals.spent_s = {}
+    with pytest.raises(KeyError):
+        activity.enter("data")
+    activity._totals.spent_s = spent_s
+    assert activity.totals().phase == "compute"
+    clock.now_s = 2.0
+    activity.enter("data")
+    clock.now_s = 3.0
+    assert activity.totals().spent_s["data"] == 1.0
+
+
 def test_a_device_tells_afterwards_what_was_an_average(clock: Clock) -> None:
     activity = Activity(clock)
     activity.enter("compute")

@@ -111,6 +111,18 @@ def test_a_machine_that_changes_its_speed_is_told_and_not_taken_for_a_slow_devic
     assert as_document(unsure)["spread"] == 0.5
 
 
+def test_a_short_run_of_few_slow_steps_is_told() -> None:
+    many = advised({"cpu": 8.0, "cpu@0.4": 20.0})
+    trials = [joint(policy, {"cpu": 8.0, "cpu@0.4": 20.0}, average_ms=0.5) for policy in TRIAL_POLICIES]
+    solos = [solo("cpu", 8.0), solo("cpu@0.4", 20.0)]
+    trials[0] = replace(trials[0], reports=trials[0].reports[:7])
+    few = advise(solos, trials, WORK)
+    assert (few.fewest, as_document(few)["fewest"]) == (7, 7)
+    assert "unsure: steps are slow here, and one short run saw only 7 steps or averages;" in str(few)
+    assert max(map(len, str(few).splitlines())) <= 80
+    assert "unsure" not in str(many)
+
+
 def with_epochs_of_one_report(told: TrialReports, end_ms: float) -> TrialReports:
     """The same, and each report is an epoch of its own that ends in `end_ms`."""
     reports = tuple(replace(one, wall_ms=(one.wall_ms or 0.0) + end_ms, is_first=True) for one in told.reports)

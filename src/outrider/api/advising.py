@@ -33,7 +33,10 @@ from outrider.world.environment import wanted_devices
 TRIAL_S = 4.0
 """Each short run trains at least this long."""
 MOST_S = 2.5
-"""A short run trains at most this many times as long to collect the reports below, if it has the least number."""
+"""A short run trains at most this many times as long to collect the reports below, if it has the least number of them.
+
+With the default that is ten seconds, so eight short runs take less than two minutes unless steps take over a second.
+"""
 STEPS, WINDOWS = 40, 10
 """Reports to collect from a short run: the first for shared steps, the second for local steps or a single device."""
 START_S = 600.0

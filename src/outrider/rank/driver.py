@@ -53,6 +53,8 @@ from outrider.replica.model_digest import digest_of
 from outrider.replica.rank_replica import RankReplica
 from outrider.timeline.recorder import Recorder
 
+_STEPS = (Step, SharedStep)
+_STARTS = (SharedStep, Merge, Take, Begin)
 StepEffects = Generator[Step | SharedStep, AverageReport | None, None]
 
 
@@ -247,10 +249,15 @@ class Driver:
             self.averages.move_to_lookahead()
         policy = faults.watched(segment.policy, self._replica)
         result: Any = None
+        is_faulty = policy is not segment.policy
+        # Entering a phase costs more than reading the clock, and most steps are followed by another one.
+        stepped_s: float | None = None
         while True:
             try:
                 effect: Effect = policy.send(result)
             except StopIteration:
+                if stepped_s is not None:
+                    activity.enter("join", at_s=stepped_s)
                 # Nothing was cut if a layout change came with the last average.
                 self._is_cut = self._is_cut and any(lease.count for lease in self.left_of_segment())
                 self.meter.end_log()
@@ -261,17 +268,25 @@ class Driver:
                     self._record_end(segment.schedule)
                 activity.enter("epoch boundary")
                 return
+            if stepped_s is not None and not isinstance(effect, Step):
+                activity.enter("join", at_s=stepped_s)
+                stepped_s = None
             # From here on all ranks step. Each asks for its first lease or, where nothing is planned for it, begins its
             # first average at the same place, so all reach this collective.
-            if isinstance(effect, SharedStep | Merge | Take | Begin):
+            if isinstance(effect, _STARTS):
                 self.catch_up()
-            if isinstance(effect, Step | SharedStep):
+            if isinstance(effect, _STEPS):
                 if segment.schedule is not None:
                     # Recorded before the step, so that a replay also includes the step at which a run failed.
                     segment.schedule.saw(effect, None)
-                activity.belonged_to("compute")
+                if stepped_s is None:
+                    activity.belonged_to("compute")
                 result = yield effect
-                activity.enter("join")
+                if is_faulty:
+                    # A fault may delay the next effect, which then shows what this rank does meanwhile.
+                    activity.enter("join")
+                else:
+                    stepped_s = time.perf_counter()
             else:
                 result = self._handlers[type(effect)](effect)
                 if segment.schedule is not None:
@@ -360,9 +375,9 @@ class Driver:
 
     def fetch(self, batch: Batch, *, as_packed_batch: bool = False) -> Any:
         """The data of a batch, or a packed batch for a captured step to unpack; records the wait."""
-        feed = self._current.feed
-        started_s = time.perf_counter()
-        before = self.activity.enter("data")
+        feed, activity = self._current.feed, self.activity
+        before = activity.phase
+        started_s = activity.enter("data")
         try:
             faults.reach("data")
             return packed_batch_of(feed, batch) if as_packed_batch else feed.fetch(batch)
@@ -370,8 +385,7 @@ class Driver:
             error.rank, error.step = self._replica.rank, self._replica.steps
             raise
         finally:
-            self.activity.enter(before)
-            self._recorder.add_wait("data", time.perf_counter() - started_s)
+            self._recorder.add_wait("data", activity.enter(before) - started_s)
 
     # Steps
 

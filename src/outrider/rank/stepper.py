@@ -58,15 +58,18 @@ class Stepper:
 
     def _step(self, effect: Step) -> None:
         driver, meter, replica = self._driver, self._meter, self._replica
-        meter.begin_queued_step()
+        batch, is_on_device = effect.batch, meter.is_on_device
+        if is_on_device:
+            meter.begin_queued_step()
         started_s = time.perf_counter()
         warm_ups = replica.num_warm_ups
         with meter.compute:
-            data = driver.fetch(effect.batch, as_packed_batch=replica.captured is not None)
+            data = driver.fetch(batch, as_packed_batch=replica.captured is not None)
             faults.reach("compute")
-            replica.step(data, samples=effect.batch.count, at=driver.seen + effect.at)
-            meter.queued_step(is_steady=replica.num_warm_ups == warm_ups)
-        driver.ended_step(effect.batch.count, time.perf_counter() - started_s)
+            replica.step(data, samples=batch.count, at=driver.seen + effect.at)
+            if is_on_device:
+                meter.queued_step(is_steady=replica.num_warm_ups == warm_ups)
+        driver.ended_step(batch.count, time.perf_counter() - started_s)
 
     def _shared_step(self, effect: SharedStep) -> AverageReport:
         driver, meter, replica = self._driver, self._meter, self._replica

@@ -39,13 +39,17 @@ class Window:
     border_s: float = 0.0
     """Time after the last step of a segment that stayed open, until others had taken theirs."""
 
-    def stepped(self, *, samples: int, seconds: float, is_steady: bool = True) -> None:
+    def stepped(self, samples: int, seconds: float) -> None:
+        """Add a step whose time tells about speed."""
         self.samples += samples
         self.batches += samples > 0
-        if is_steady:
-            self.compute_s += seconds
-        else:
-            self.setup_s += seconds
+        self.compute_s += seconds
+
+    def set_up(self, samples: int, seconds: float) -> None:
+        """Add a step whose time does not."""
+        self.samples += samples
+        self.batches += samples > 0
+        self.setup_s += seconds
 
     def facts(
         self,

@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 PHASES = ("startup", "compute", "data", "join", "average", "rest", "evaluation", "epoch boundary")
 """`join` is the time from a rank's last step until it joins an average; `average` is the sum, including waits."""
 
+_TRY_AGAIN_S = 1e-4
+_MOST_TRIES = 10_000
+"""A reader gives up on a consistent reading after about a second, because the rank may have stopped within a change."""
+
 
 @dataclass(slots=True)
 class ActivityTotals:
@@ -41,26 +45,30 @@ class Activity:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._since_s = clock()
+        self._since_s: float | None = clock()
         self._totals = ActivityTotals()
-        # Odd while a change is being made. A lock would cost more than the rest of the change.
-        self._version = 0
 
-    def enter(self, phase: str) -> str:
-        """Enter a phase; returns the previous phase."""
-        now_s = self._clock()
-        totals = self._totals
-        before = totals.phase
-        self._version += 1
-        totals.spent_s[before] += now_s - self._since_s
-        totals.phase, self._since_s = phase, now_s
-        self._version += 1
-        return before
+    @property
+    def phase(self) -> str:
+        return self._totals.phase
+
+    def enter(self, phase: str, *, at_s: float | None = None) -> float:
+        """Enter a phase now, or at a time after the last change; returns the time by the clock."""
+        now_s, since_s, totals = self._clock() if at_s is None else at_s, self._since_s, self._totals
+        # None while a change is being made. A lock would cost more than the rest of the change.
+        self._since_s = None
+        # It is None here if an exception, such as that of Ctrl-C, cut a change short.
+        if since_s is not None:
+            totals.spent_s[totals.phase] += now_s - since_s
+        totals.phase = phase
+        self._since_s = now_s
+        return now_s
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Context of a phase, for work that is rare enough for a context manager."""
-        before = self.enter(phase)
+        before = self._totals.phase
+        self.enter(phase)
         try:
             yield
         finally:
@@ -72,10 +80,11 @@ class Activity:
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move time from one phase to another, because a device reports only later which part was an average."""
-        self._version += 1
+        since_s, self._since_s = self._since_s, None
         self._totals.spent_s[source] -= seconds
         self._totals.spent_s[target] += seconds
-        self._version += 1
+        # A new object, by which a reader sees that something changed.
+        self._since_s = None if since_s is None else since_s + 0.0
 
     def stepped(self, samples: int) -> None:
         self._totals.samples += samples
@@ -95,13 +104,16 @@ class Activity:
 
     def totals(self) -> ActivityTotals:
         """A consistent copy of the totals, including the time up to now."""
-        while True:
-            version, totals = self._version, self._totals
-            spent_s, since_s, phase = dict(totals.spent_s), self._since_s, totals.phase
-            if version == self._version and version % 2 == 0:
+        totals = self._totals
+        for _ in range(_MOST_TRIES):
+            since_s = self._since_s
+            spent_s, phase = dict(totals.spent_s), totals.phase
+            # Every change ends with a number of its own, so the same object means that nothing changed.
+            if since_s is not None and since_s is self._since_s:
                 break
-            time.sleep(0)
-        phase_s = max(0.0, self._clock() - since_s)
+            time.sleep(_TRY_AGAIN_S)
+        now_s = self._clock()
+        phase_s = 0.0 if since_s is None else max(0.0, now_s - since_s)
         spent_s[phase] += phase_s
         return ActivityTotals(
             phase=phase,

@@ -25,7 +25,7 @@ class WindowLog:
         self._compute_s = self._average_s = 0.0
         self._data_before_s = self._slept_before_s = 0.0
 
-    def stepped(self, *, samples: int, seconds: float) -> None:
+    def stepped(self, samples: int, seconds: float) -> None:
         """Add a step that ended now; a step without samples is a shared step in which the rank took no part."""
         if self._start_s is None:
             self._start_s = self._recorder.now_s() - seconds

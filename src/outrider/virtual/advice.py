@@ -103,6 +103,8 @@ class Advice:
     """The options to set."""
     spread: float | None = None
     """Largest difference between the two measurements of a device alone, before and after the others: 0.1 is 10 %."""
+    fewest: int | None = None
+    """Steps or averages of the short run that saw the fewest."""
 
     def __str__(self) -> str:
         return as_text(as_document(self))
@@ -153,6 +155,7 @@ def advise(
         gain=best.samples_per_s / fastest,
         options=_options(best),
         spread=max(map(_spread, trials)) if again else None,
+        fewest=min(trial.num_told for trial in (*solos, *joint, *again)),
     )
 
 
@@ -357,6 +360,7 @@ def as_document(advice: Advice) -> dict[str, Any]:
             "options": dict(advice.options),
         },
         "spread": None if advice.spread is None else round(advice.spread, 4),
+        "fewest": advice.fewest,
     }
 
 

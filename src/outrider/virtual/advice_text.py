@@ -14,6 +14,8 @@ _MOST_ROWS = 24
 _DEVICES_WIDTH = 24
 # Short runs of one device differ by up to this much on any machine.
 _CALM_SPREAD = 0.05
+_ENOUGH_TOLD = 10
+"""With fewer steps or averages in a short run, first steps and chance weigh much."""
 
 
 def as_text(document: Mapping[str, Any]) -> str:
@@ -119,6 +121,10 @@ def _advice(document: Mapping[str, Any]) -> list[str]:
     if spread > _CALM_SPREAD:
         lines.append(f"unsure: the same device differed by {spread:.0%} between two short runs, and so may")
         lines.append("        these numbers; is the machine busy? --seconds 20 measures for longer")
+    fewest = document.get("fewest")
+    if fewest is not None and fewest < _ENOUGH_TOLD:
+        lines.append(f"unsure: steps are slow here, and one short run saw only {fewest} steps or averages;")
+        lines.append("        --seconds 20 measures for longer")
     lines.append("samples/s are not what is learned: outrider compare measures time to a target")
     return lines
 

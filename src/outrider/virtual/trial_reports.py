@@ -78,6 +78,11 @@ class TrialReports:
     parameters: int
     """Number of trained parameters."""
 
+    @property
+    def num_told(self) -> int:
+        """Steps or averages that the reports tell of; a rank that works alone reports several steps at once."""
+        return sum(max(1, report.ranks[0].batches) if report.kind == ALONE else 1 for report in self.reports)
+
     def of_kind(self, kind: str) -> tuple[TrialReport, ...]:
         """The reports of this kind, without the warm-up."""
         found = [report for report in self.reports if report.kind == kind]
