@@ -61,7 +61,9 @@ def make_policy() -> PolicySpec:
 
     def open_scripted(segment: Any) -> Any:
         if not splitters:
-            splitters.append(Scripted(world_size=segment.seat.world_size, shares=(0.75, 0.25)))
+            splitters.append(
+                Scripted(world_size=(ranks := segment.seat.world_size), shares=(3.0,) + (1.0,) * (ranks - 1))
+            )
             # What the session asks of its own splitter has to reach the scripted one.
             segment.splitter.stay_alone = splitters[0].stay_alone
         return balanced(replace(segment, splitter=splitters[0]))
@@ -91,15 +93,18 @@ def train(folder: Path, case: str, devices: str) -> None:
     options: Any = {"checkpoint_every": "0.02s"} if case == "checkpoints" else {}
     policy: Any = "sync" if devices == "cpu" else make_policy()
     with outrider.Session(devices=devices, policy=policy, run_dir=folder / "run", seed=3, **options) as s:
-        s.prepare(model, *optimizers, schedule)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5) if case == "loss scale" else None
+        s.prepare(model, *optimizers, schedule, *([scaler] if scaler is not None else []))
         ema = s.ema(model, decay=0.9)
         for epoch in s.epochs(EPOCHS):
             for x, y, index in s.batches(data(), batch_size=BATCH):
-                used += index.tolist()
+                used += index.tolist() if s.batch_samples else []
                 if case == "freezing" and s.global_step == 20:
                     model[0].requires_grad_(False)
                 if case == "adding a group" and s.global_step == 20:
                     optimizers[1].add_param_group({"params": [model[2].bias]})
+                if case == "raising" and s.is_main and s.global_step == 25:
+                    raise ValueError("the user's own mistake")
                 if case == "by hand":
                     optimizers[1].param_groups[0]["lr"] = 0.1 * (1 - s.progress)
                     if s.global_step == 30:
@@ -107,8 +112,10 @@ def train(folder: Path, case: str, devices: str) -> None:
                 s.backward(F.cross_entropy(model(x), y) / (4 if case == "accumulating" else 1))
                 if case != "accumulating" or s.samples_seen // BATCH % 4 == 3:
                     for optimizer in optimizers:
-                        optimizer.step()
+                        optimizer.step() if scaler is None else scaler.step(optimizer)
                         optimizer.zero_grad()
+                    if scaler is not None:
+                        scaler.update()
                     ema.update()
                     if own is not None:
                         own.step()
@@ -124,6 +131,7 @@ def train(folder: Path, case: str, devices: str) -> None:
         "rates": [group["lr"] for o in optimizers for group in o.param_groups],
         "ticks": schedule.last_epoch,
         "seen": seen,
+        "scale": None if scaler is None else scaler.get_scale(),
         "tensors": [torch.as_tensor(tensor).double().tolist() for tensor in tensors],
     }
     (folder / f"rank{s.rank}.json").write_text(json.dumps(told))

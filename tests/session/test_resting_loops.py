@@ -59,7 +59,7 @@ def numbers(value: Any) -> list[float]:
     return [number for part in value for number in numbers(part)] if isinstance(value, list) else [value]
 
 
-CASES = ("plain", "accumulating", "by hand", "freezing", "own schedule", "checkpoints")
+CASES = ("plain", "accumulating", "by hand", "freezing", "own schedule", "checkpoints", "loss scale")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,6 +69,7 @@ def test_every_rank_ends_with_what_one_device_learns(told: Callable[[str, str], 
     for rank in told(case, "cpu,cpu").ranks:
         assert numbers(rank["tensors"]) == pytest.approx(numbers(alone["tensors"]), abs=1e-12)
         assert rank["outputs"] == pytest.approx(alone["outputs"], abs=1e-9)
+        assert rank["scale"] == alone["scale"]
         assert (rank["ticks"], rank["rates"]) == (alone["ticks"], pytest.approx(alone["rates"]))
 
 
@@ -77,6 +78,14 @@ def test_every_sample_is_used_once_per_epoch(told: Callable[[str, str], Told], c
     used = [Counter(rank["used"]) for rank in told(case, "cpu,cpu").ranks]
     assert sum(used, Counter()) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
     assert sum(used[1].values()) < sum(used[0].values()) / 4
+
+
+def test_two_ranks_may_rest(told: Callable[[str, str], Told]) -> None:
+    [alone], ranks = told("plain", "cpu").ranks, told("plain", "cpu,cpu,cpu").ranks
+    used = sum((Counter(rank["used"]) for rank in ranks), Counter())
+    assert used == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+    for rank in ranks:
+        assert numbers(rank["tensors"]) == pytest.approx(numbers(alone["tensors"]), abs=1e-12)
 
 
 def test_a_break_of_rank_0_alone_ends_the_pass_for_all_at_its_batch(told: Callable[[str, str], Told]) -> None:
@@ -100,6 +109,11 @@ def test_a_schedule_that_counts_the_steps_of_its_rank_makes_the_others_rest_for_
 
 def test_nothing_is_said_where_the_settings_agree(told: Callable[[str, str], Told]) -> None:
     assert [told(case, "cpu,cpu").stderr for case in ("plain", "by hand", "accumulating")] == [""] * 3
+
+
+def test_a_mistake_of_rank_0_alone_ends_the_run_with_its_rank_and_step(told: Callable[[str, str], Told]) -> None:
+    with pytest.raises(AssertionError, match=r"ValueError: the user's own mistake(.|\n)*on rank 0 \(cpu\), step 25"):
+        told("raising", "cpu,cpu")
 
 
 def test_groups_that_the_loop_adds_while_others_rest_are_refused(told: Callable[[str, str], Told]) -> None:
