@@ -434,6 +434,19 @@ def test_nobody_rests_once_all_are_to_share() -> None:
     assert set(told(splitter, steps=200, exposed_ms=0.3)) == {None}
 
 
+def test_a_stretch_is_no_longer_than_others_can_wait_with_the_pauses_of_the_users_loop() -> None:
+    alone = Alone(longest_stretch_s=20.0)
+    alone.begin(0, slowness=9.0, steps_left=1e9)
+    worked = RankFacts(samples=16 * TOTAL, batches=16, compute_ms=16.0, exposed_ms=0.0, paused_ms=16 * 1_000.0)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    alone.alone(AverageReport(window=0, ranks=(worked, rested)))
+    assert alone.stretch <= 20
+    alone.stay(0)
+    for _ in range(64):
+        alone.alone(stretch(ms=1.0))
+    assert alone.stretch == STRETCH_MAX
+
+
 def test_a_report_without_samples_at_the_start_of_an_epoch_teaches_nothing() -> None:
     """GPUs report a step with the next one, so the first report of an epoch of few steps comes while splits vary."""
     splitter = Splitter(world_size=2, may_rest=True)

@@ -81,13 +81,26 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
 
 
+def is_step_due(case: str, *, seen: int, number: int) -> bool:
+    """`number` counts the batches of this rank, `seen` those of all."""
+    if case == "two habits":
+        return seen % 4 == 3 or (seen < 43 and seen % 2 == 1)
+    every = {"accumulating": 4, "own counter": 3}.get(case, 1)
+    return (number if case == "own counter" else seen) % every == every - 1
+
+
 def train(folder: Path, case: str, devices: str) -> None:
     model = make_model()
     optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(model[0].parameters(), lr=0.02)]
     head = [model[2].weight] if case == "adding a group" else list(model[2].parameters())
     optimizers += [torch.optim.SGD(head, lr=0.1, momentum=0.9)]
     schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=7, gamma=0.8)
-    own = torch.optim.lr_scheduler.StepLR(optimizers[1], step_size=5, gamma=0.5) if case == "own schedule" else None
+    own = None
+    if case in ("own schedule", "late schedule"):
+        size = 5 if case == "own schedule" else 20
+        own = torch.optim.lr_scheduler.StepLR(optimizers[1], step_size=size, gamma=0.5)
+    if case == "thawing":
+        model[0].requires_grad_(False)
     used: list[int] = []
     outputs: list[float] = []
     options: Any = {"checkpoint_every": "0.02s"} if case == "checkpoints" else {}
@@ -96,8 +109,10 @@ def train(folder: Path, case: str, devices: str) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5) if case == "loss scale" else None
         s.prepare(model, *optimizers, schedule, *([scaler] if scaler is not None else []))
         ema = s.ema(model, decay=0.9)
+        if case == "other form" and not s.is_main:
+            optimizers[0].param_groups[0]["foreach"] = True
         for epoch in s.epochs(EPOCHS):
-            for x, y, index in s.batches(data(), batch_size=BATCH):
+            for number, (x, y, index) in enumerate(s.batches(data(), batch_size=BATCH)):
                 used += index.tolist() if s.batch_samples else []
                 if case == "freezing" and s.global_step == 20:
                     model[0].requires_grad_(False)
@@ -109,8 +124,10 @@ def train(folder: Path, case: str, devices: str) -> None:
                     optimizers[1].param_groups[0]["lr"] = 0.1 * (1 - s.progress)
                     if s.global_step == 30:
                         optimizers[0].param_groups[0]["weight_decay"] = 0.01
+                if case == "thawing" and s.global_step == 20:
+                    model[0].requires_grad_(True)
                 s.backward(F.cross_entropy(model(x), y) / (4 if case == "accumulating" else 1))
-                if case != "accumulating" or s.samples_seen // BATCH % 4 == 3:
+                if is_step_due(case, seen=s.batches_seen, number=number):
                     for optimizer in optimizers:
                         optimizer.step() if scaler is None else scaler.step(optimizer)
                         optimizer.zero_grad()

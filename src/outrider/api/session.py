@@ -361,6 +361,12 @@ class Session:
         return 0 if replica is None else replica.counts.steps.at(self.samples_seen)
 
     @property
+    def batches_seen(self) -> int:
+        """`samples_seen` in batches of one device: use it in place of a counter of your own to accumulate gradients."""
+        replica = self._joined().replica
+        return 0 if replica is None else replica.counts.batches.at(self.samples_seen)
+
+    @property
     def batch_samples(self) -> int:
         """Samples of the current batch that count; 0 if this rank computes it only to keep in step with others."""
         return self._inside("batch_samples").loop.samples

@@ -90,6 +90,8 @@ class Alone:
         # Whether shared steps are on trial, and the cost of the trial so far. The first shared steps are a trial, too.
         self._is_trial = True
         self._spent_ms, self._spent_steps = 0.0, 0
+        self._paused_ms = 0.0
+        """Time per batch that a user's loop recently spent on something other than training, while others rested."""
         self._trial_part = TRIAL_PART
         self._num_clear = 0
         self._is_tried = False
@@ -135,7 +137,7 @@ class Alone:
     def _steps_of(self, step_ms: float) -> int:
         """Steps of a stretch: about two seconds, enough to make meeting cheap, and no longer than others can wait."""
         step_ms = max(step_ms, 1e-6)
-        most = max(1, int(self._longest_ms / step_ms))
+        most = max(1, int(self._longest_ms / (step_ms + self._paused_ms)))
         return min(most, max(STRETCH_MIN, min(STRETCH_MAX, round(STRETCH_MS / step_ms))))
 
     def forget(self) -> None:
@@ -245,6 +247,8 @@ class Alone:
             self._ms += facts.compute_ms
             self._batches += facts.batches
         self._has_warmed_up = True
+        if facts.batches:
+            self._paused_ms = max(facts.paused_ms / facts.batches, self._paused_ms / 2)
         if not self._expected_ms and facts.batches:
             self._expected_ms = facts.compute_ms / facts.batches
         if self._batches >= SHARED_STEPS or self._loses_too_much(steps_left):

@@ -219,6 +219,11 @@ class Splitter:
         """Let no rank work alone, from now on; called before the first step."""
         self._may_rest = self._may_begin_alone = False
 
+    @property
+    def stays_alone(self) -> bool:
+        """Whether a rank works alone until the end of the run."""
+        return self._alone.stays
+
     def stay_alone(self, rank: int) -> None:
         """Let a rank work alone until the end of the run, because others cannot share its steps."""
         self._alone.stay(rank)

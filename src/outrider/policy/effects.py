@@ -82,6 +82,8 @@ class RankFacts:
     """Time that its previous background average cost its steps, on the processor or device they share."""
     setup_ms: float = 0.0
     """Time of steps that tell nothing about its speed: the first one, or those that captured a new shape."""
+    paused_ms: float = 0.0
+    """Time that the user's loop spent on something other than training; part of no other time."""
     border_ms: float = 0.0
     """Time in which it had taken its last step of a segment that stayed open, but other ranks had not."""
     loss_sum: float = 0.0

@@ -127,6 +127,8 @@ class Driver:
         self._lead: Lead | None = None
         self.num_hand_overs = 0
         """How often ranks caught up with one that trained alone."""
+        self._led_by: int | None = None
+        """The rank that trained alone since the last layout, if ranks catch up at once."""
         self._has_leased = False
         self._stepped_since_begin = self._is_laid_out = False
         self._handlers = self._all_handlers()
@@ -304,10 +306,11 @@ class Driver:
         if (agreed.is_new or not self._is_laid_out) and self._replica.rank == 0:
             self._recorder.event("layout", **asdict(self.averages.sizes), **agreed.told)
         self._is_laid_out = True
+        self._led_by = None
 
     def _catch_up_with(self) -> int | None:
         """Catch up; returns the rank that trained alone, if any."""
-        source = None if self._lead is None else self._lead.source
+        source = self._led_by if self._lead is None else self._lead.source
         self.catch_up()
         return source
 
@@ -496,6 +499,7 @@ class Driver:
         with self.activity.during("average"):
             self.averages.hand_over(lead.source, at=lead.at)
         self.num_hand_overs += 1
+        self._led_by = None if self._may_lag else lead.source
         elapsed_s = time.perf_counter() - started_s
         self._recorder.event("hand over", source=lead.source, ms=round(elapsed_s * 1e3, 3))
         if is_training:

@@ -145,13 +145,20 @@ class SessionRun:
         return self._has_rested
 
     def _rest_for_good(self) -> None:
-        """Leave shared steps to rank 0: another rank would take them with other settings. All ranks call this."""
+        """Leave shared steps to rank 0, because the loop of another rank does something else. All ranks call this."""
+        if self._life.splitter.stays_alone:
+            return
         self._life.splitter.stay_alone(MAIN_RANK)
         self._warn(
-            "the settings of an optimizer (such as its learning rate) differ between ranks after some of them rested, "
-            "so rank 0 trains alone from now on: make a schedule of your own a function of s.global_step, or pass "
-            'policy="balanced"'
+            "the loops of the ranks differ after some of them rested: other settings of an optimizer (such as its "
+            "learning rate), or steps after other batches. So rank 0 trains alone from now on. Count with "
+            's.global_step and s.batches_seen in place of counters of your own, or pass policy="balanced"'
         )
+
+    @property
+    def _has_rested_ever(self) -> bool:
+        """Whether ranks have rested in this run; where none may, hand-overs have other reasons."""
+        return self._life.driver.num_hand_overs > 0 and self._life.splitter.may_work_alone(MAIN_RANK)
 
     def _warn(self, text: str) -> None:
         if self.world.rank == 0:
@@ -200,7 +207,8 @@ class SessionRun:
             replica,
             num_ranks=world.size,
             warn=self._warn,
-            on_other_settings=self._rest_for_good,
+            has_rested=lambda: self._has_rested_ever,
+            on_difference=self._rest_for_good,
         )
         resumed = life.resume(replica.identity())
         if resumed is not None:
@@ -380,7 +388,7 @@ class SessionRun:
         self.loop.end_pass()
         self._trained_s += self._pass.seconds
         driver = self._life.driver
-        self._has_rested = driver.num_hand_overs > self._hand_overs_before
+        self._has_rested = self._has_rested_ever and driver.num_hand_overs > self._hand_overs_before
         # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples

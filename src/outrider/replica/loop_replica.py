@@ -7,6 +7,7 @@ replicas are averaged, and sets `before_step` for shared steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from outrider.replica.other_optimizers import OtherOptimizers
 from outrider.replica.portable_state import load_optimizer
 from outrider.replica.recipe import LoopRecipe
 from outrider.replica.schedule_ticks import ScheduleTicks, TickPer
-from outrider.replica.user_factories import refuse_closures
+from outrider.replica.user_factories import no_advice_on_order, refuse_closures
 
 
 class LoopReplica:
@@ -298,10 +299,12 @@ class LoopReplica:
 
     def tick_to(self, due: int) -> None:
         """Advance the schedule to this tick, unless it is there already."""
-        while self.schedulers and self.ticks < due:
-            for scheduler in self.schedulers:
-                _own_kind(scheduler).step(scheduler)
-            self.ticks += 1
+        # A rank that rests from the start has no step of its own before the first tick.
+        with no_advice_on_order() if self.steps == 0 else nullcontext():
+            while self.schedulers and self.ticks < due:
+                for scheduler in self.schedulers:
+                    _own_kind(scheduler).step(scheduler)
+                self.ticks += 1
 
     def begin_epoch(self, epoch: int) -> None:
         """Count this epoch; schedules per epoch advance at once, so that the user sees its learning rate.

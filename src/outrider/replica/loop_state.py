@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,9 @@ from outrider.average.arena import Arena
 from outrider.errors import ConfigError
 from outrider.replica.loop_scaler import LoopScaler
 from outrider.replica.schedule_ticks import ScheduleTicks
+
+# Parameters, and how a device computes the update; ranks may differ in that.
+_NOT_TOLD = {"params", "fused", "foreach", "capturable", "differentiable"}
 
 
 class _Loop(Protocol):
@@ -68,20 +72,34 @@ def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[s
     return [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
-def digest_of_settings(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """A hash of the settings, in 48 bits, which facts carry exactly."""
-    words = json.dumps(settings_of(optimizers)).encode()
-    return int.from_bytes(blake2b(words, digest_size=6).digest())
+def digest_of_step(optimizers: Sequence[torch.optim.Optimizer], did: Sequence[int]) -> int:
+    """A hash, above 0 and in 48 bits, of the settings and of what a loop `did` with a batch: averages and steps."""
+    words = json.dumps([list(did), _rounded(settings_of(optimizers))]).encode()
+    return int.from_bytes(blake2b(words, digest_size=6).digest()) or 1
+
+
+def _rounded(value: Any) -> Any:
+    """The same with nine digits: mathematical functions of two machines may differ in the last one."""
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor):
-            value = value.item() if value.numel() == 1 else None
-        if key != "params" and isinstance(value, int | float | str | tuple):
-            found[key] = value
-    return found
+    told = {key: _plain(value) for key, value in group.items() if key not in _NOT_TOLD}
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """A number, a text or a tuple of them as Python knows it; None for anything else."""
+    if isinstance(value, Tensor | np.generic):
+        return value.item() if np.prod(value.shape) == 1 else None
+    if isinstance(value, list | tuple):
+        parts = tuple(_plain(part) for part in value)
+        return None if None in parts else parts
+    return value if isinstance(value, int | float | str) else None
 
 
 def refuse_other_groups(optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
@@ -99,10 +117,21 @@ def _set(optimizers: Sequence[torch.optim.Optimizer], told: list[list[dict[str, 
     for optimizer, groups in zip(optimizers, told, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             for key, value in settings.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+                _set_one(group, key, value)
+
+
+def _set_one(group: dict[str, Any], key: str, value: Any) -> None:
+    own = group.get(key)
+    if isinstance(own, Tensor):
+        own.fill_(value)
+    elif isinstance(own, list | tuple):
+        if any(isinstance(part, Tensor) for part in own):
+            for part, number in zip(own, value, strict=True):
+                part.fill_(number)
+        else:
+            group[key] = type(own)(value)
+    else:
+        group[key] = value
 
 
 def _unfinished_gradients(replica: _Loop) -> dict[int, Tensor]:

@@ -63,13 +63,13 @@ class BatchesPerStep:
     def open_pass(self) -> None:
         self._since_step_in_pass = 0
 
-    def since_step(self) -> list[int]:
-        """Batches since the last step: in all, and in this pass."""
-        return [self._since_step, self._since_step_in_pass]
+    def since_step(self) -> list[int | None]:
+        """Batches since the last step, in all and in this pass, and a number that may become the new one."""
+        return [self._since_step, self._since_step_in_pass, self._candidate]
 
-    def continue_from(self, since_step: list[int]) -> None:
+    def continue_from(self, since_step: list[Any]) -> None:
         """Continue the count of another rank."""
-        self._since_step, self._since_step_in_pass = since_step
+        self._since_step, self._since_step_in_pass, self._candidate = since_step
 
     def saw_batch(self) -> None:
         self._since_step += 1

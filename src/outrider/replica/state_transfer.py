@@ -6,7 +6,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ _LOOP = -1
 def pack(replica: RankReplica) -> Cargo:
     """All state that steps change, except parameters, buffers and the schedule, which is a function of samples."""
     state: State = {_LOOP: loop} if (loop := replica.loop_state()) else {}
-    state |= replica.optimizer.state_dict()["state"]
+    for first, optimizer in _numbered(replica.optimizers):
+        state |= {first + number: entry for number, entry in optimizer.state_dict()["state"].items()}
     return Cargo(replica.steps, write_manifest(state), _tensors(state))
 
 
@@ -46,8 +47,8 @@ def places(replica: RankReplica, manifest: bytes) -> list[Tensor]:
     loop = told.pop(_LOOP, {})
     refuse_other_groups(replica.optimizers, loop)
     of_loop = _empty(loop)
-    if _has_place(replica.optimizer, told):
-        pairs = _pairs(replica.optimizer, told)
+    if _has_place(replica.optimizers, told):
+        pairs = _pairs(replica.optimizers, told)
         return of_loop + [own[key] for own, entry in pairs for key in entry if _is_tensor(entry[key])]
     return of_loop + _empty(told)
 
@@ -57,8 +58,8 @@ def take_over(replica: RankReplica, cargo: Cargo, *, at: int) -> None:
     """Apply the state as if this replica had taken the steps; `at` is the world's samples at the last step."""
     state = _filled(read_manifest(cargo.manifest), cargo.tensors)
     loop = state.pop(_LOOP, {})
-    if _has_place(replica.optimizer, state):
-        _write(replica.optimizer, state)
+    if _has_place(replica.optimizers, state):
+        _write(replica.optimizers, state)
     else:
         _replace(replica, state)
     replica.take_loop_state(loop, at=at)
@@ -86,23 +87,32 @@ def _filled(state: State, tensors: Sequence[Tensor]) -> State:
     return filled
 
 
-def _pairs(optimizer: torch.optim.Optimizer, told: State) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of the optimizer's existing state of a parameter and the received state."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(optimizer.state.get(parameters[number], {}), entry) for number, entry in told.items()]
+def _numbered(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+    """Each optimizer with the number of its first parameter: parameters are numbered through all optimizers."""
+    first = 0
+    for optimizer in optimizers:
+        yield first, optimizer
+        first += sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _has_place(optimizer: torch.optim.Optimizer, told: State) -> bool:
+def _pairs(optimizers: Sequence[torch.optim.Optimizer], told: State) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of the optimizers' existing state of a parameter and the received state."""
+    owners = [(one, p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    places = {number: owners[number] for number in told}
+    return [(optimizer.state.get(p, {}), told[number]) for number, (optimizer, p) in places.items()]
+
+
+def _has_place(optimizers: Sequence[torch.optim.Optimizer], told: State) -> bool:
     """Whether all tensors can be written in place; tensors inside lists and dicts are replaced."""
     num_outermost = sum(_is_tensor(value) for entry in told.values() for value in entry.values())
     if num_outermost != len(_tensors(told)):
         return False
-    return all(_shape(own) == _shape(entry) for own, entry in _pairs(optimizer, told))
+    return all(_shape(own) == _shape(entry) for own, entry in _pairs(optimizers, told))
 
 
-def _write(optimizer: torch.optim.Optimizer, told: State) -> None:
+def _write(optimizers: Sequence[torch.optim.Optimizer], told: State) -> None:
     """Copy in place, unless the values were received in place."""
-    for own, entry in _pairs(optimizer, told):
+    for own, entry in _pairs(optimizers, told):
         for key, value in entry.items():
             if not isinstance(value, Tensor):
                 own[key] = value
@@ -115,12 +125,9 @@ def _shape(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(replica: RankReplica, told: State) -> None:
-    first = 0
-    for optimizer in replica.optimizers:
-        # Parameters are numbered through all optimizers.
+    for first, optimizer in _numbered(replica.optimizers):
         stop = first + sum(len(group["params"]) for group in optimizer.param_groups)
         _load(optimizer, {number - first: entry for number, entry in told.items() if first <= number < stop})
-        first = stop
     replica.forget_captures()
 
 
@@ -130,6 +137,6 @@ def _load(optimizer: torch.optim.Optimizer, told: State) -> None:
     own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, told)
     optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
     # torch treats strings as lists and would load something else.
-    for loaded, entry in _pairs(optimizer, told):
+    for loaded, entry in _pairs([optimizer], told):
         loaded.update({key: value for key, value in entry.items() if not any(map(_is_tensor, tree_leaves(value)))})
     form.restore()
