@@ -64,8 +64,9 @@ def make_policy() -> PolicySpec:
             splitters.append(
                 Scripted(world_size=(ranks := segment.seat.world_size), shares=(3.0,) + (1.0,) * (ranks - 1))
             )
-            # What the session asks of its own splitter has to reach the scripted one.
-            segment.splitter.stay_alone = splitters[0].stay_alone
+            # What the session asks of its own splitter has to reach the scripted one, too.
+            asked = segment.splitter.stay_alone
+            segment.splitter.stay_alone = lambda rank: (asked(rank), splitters[0].stay_alone(rank))
         return balanced(replace(segment, splitter=splitters[0]))
 
     return PolicySpec(name="scripted", open=open_scripted, shares_steps=True, batch_is_global=True, switches=True)
