@@ -58,6 +58,7 @@ OF_THE_LOOP = [
     "backward",
     "batch_samples",
     "batches",
+    "batches_seen",
     "close",
     "device",
     "devices",
