@@ -65,6 +65,7 @@ def _named_jobs() -> Iterator[tuple[str, list[Cell]]]:
     yield from _remedies(20, REMEDIES[:7], seeds)
     yield from _phases(seeds)
     yield from _suite(CHOICE)
+    yield from _behind(seeds)
 
 
 def _alone(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
@@ -150,6 +151,28 @@ def _phases(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
     yield (
         "phases",
         [Cell(task="mlp-sgd-steps", speeds="pair0.4", window=w, remedy=r, seed=s) for w, r, s in cells],
+    )
+
+
+def _behind(seeds: tuple[int, ...]) -> Iterator[tuple[str, list[Cell]]]:
+    """Averages that arrive half a window late, as in `async`; each cell has one without the delay beside it."""
+    for speeds in ("pair0.4", "pair0.8"):
+        for task in FLAT + SCHEDULED:
+            rate = 4.0 if task == "mlp-adamw" and speeds == "pair0.4" else 1.0
+            cells = product((2, 5, 20), seeds)
+            yield (
+                "behind",
+                [Cell(task=task, speeds=speeds, window=w, remedy="behind", rate=rate, seed=s) for w, s in cells],
+            )
+    cells = product((2, 5, 20), seeds)
+    yield (
+        "behind",
+        [Cell(task="mlp-sgd-steps", speeds="pair0.4", window=w, remedy="behind", seed=s) for w, s in cells],
+    )
+    cells = product((2, 5, 20), (0.5, 1.0), CHOICE)
+    yield (
+        "behind",
+        [Cell(task="gpt-adamw", speeds="pair0.4", window=w, remedy="behind", rate=f, seed=s) for w, f, s in cells],
     )
 
 

@@ -57,6 +57,8 @@ class StackRun:
     """A rank's weight in the average is its samples to this power."""
     delay: int = 0
     """Steps by which a gradient is applied late."""
+    is_behind: bool = False
+    """Whether averages arrive half a window late, as in `async`; each rank keeps the steps it has taken meanwhile."""
     exact_segments: int = 0
     """The first segments, in which rank 0 takes every batch: the same as exact steps, shared or not."""
 
@@ -120,6 +122,10 @@ class Stack:
         self.state = {name: torch.zeros_like(self.params) for name in ("mean", "square")}
         self.state["count"] = torch.zeros(len(self.params), 1)
         self.velocity, self.kept = torch.zeros_like(self.ref), torch.zeros_like(self.ref)
+        self.begun = self.params.clone()
+        """Where each replica counts its displacement from, if averages arrive late."""
+        self.coming: dict[int, tuple[int, Tensor]] = {}
+        """Steps until the average of a run arrives, and what it then adds to each replica."""
         self.num_averages = [0] * len(runs)
         needed = length * task.batch_size
         assert needed <= len(data[0]), f"{needed} samples are needed, {len(data[0])} are there"
@@ -138,8 +144,10 @@ class Stack:
             rows = [plan[tick] if tick < len(plan) else ((None,) * self.ranks, ()) for plan in plans]
             self._step([batch for batches, _ in rows for batch in batches])
             for cell, (_, samples) in enumerate(rows):
+                if tick < len(plans[cell]):
+                    self._arrive(cell)
                 if samples and self.ranks > 1:
-                    self._average(cell, samples)
+                    (self._average_behind if self.runs[cell].is_behind else self._average)(cell, samples)
         for cell, run in enumerate(self.runs):
             if run.exact_segments == number + 1:
                 rows = slice(cell * self.ranks, (cell + 1) * self.ranks)
@@ -189,6 +197,29 @@ class Stack:
         if run.averages_state:
             for name in ("mean", "square"):
                 self.state[name][rows] = weights @ self.state[name][rows]
+
+    def _average_behind(self, cell: int, samples: Sequence[int]) -> None:
+        self._arrive(cell, at_once=True)
+        rows = slice(cell * self.ranks, (cell + 1) * self.ranks)
+        weights = torch.tensor([float(count) for count in samples])
+        own = self.params[rows] - self.begun[rows]
+        delta = (weights / weights.sum()) @ own
+        self.ref[cell] += delta
+        self.num_averages[cell] += 1
+        self.begun[rows] = self.params[rows]
+        self.coming[cell] = (max(1, max(samples) // 2), delta - own)
+
+    def _arrive(self, cell: int, *, at_once: bool = False) -> None:
+        """Count a step until the average of this run arrives, or let it arrive at once."""
+        if cell not in self.coming:
+            return
+        steps, shift = self.coming.pop(cell)
+        if steps > 1 and not at_once:
+            self.coming[cell] = (steps - 1, shift)
+            return
+        rows = slice(cell * self.ranks, (cell + 1) * self.ranks)
+        self.params[rows] += shift
+        self.begun[rows] += shift
 
     @torch.no_grad()
     def evaluate(self, data: tuple[Tensor, ...]) -> list[float]:

@@ -246,6 +246,7 @@ def stack_run(cell: Cell, speeds: Sequence[float], length: int, segments: int) -
         averages_state="state" in words,
         weight_power=2.0 if "weigh" in words else 1.0,
         delay=next((int(word[-1]) for word in words if word.startswith("lag")), 0),
+        is_behind="behind" in words,
         exact_segments=exact_segments(cell.remedy),
     )
 
