@@ -19,8 +19,8 @@ Trainer = Callable[..., outrider.Run]
 Events = Callable[[Path, str], list[dict[str, Any]]]
 
 POLICIES = ("auto", "sync", "balanced", "cadence", "async")
-FACTS_BYTES = 2 * (16 * 2 * 4 + 3 * 8)
-"""Of two ranks: 16 numbers, two float32 slots for each, and three norms."""
+FACTS_BYTES = 2 * (15 * 2 * 4 + 3 * 8)
+"""Of two ranks: 15 numbers, two float32 slots for each, and three norms."""
 
 
 class Adapted(nn.Module):

@@ -409,23 +409,49 @@ def test_only_the_named_rank_may_work_alone(only: int, ends_alone: int | None) -
     assert [splitter.may_work_alone(rank) for rank in range(2)] == [only == 0, only == 1]
 
 
-@pytest.mark.parametrize(("only", "ends_alone"), [(0, 0), (1, None)])
-def test_only_the_named_rank_may_begin_alone(only: int, ends_alone: int | None) -> None:
+@pytest.mark.parametrize(
+    ("only", "steps_left", "begins_alone"), [(0, 60, True), (0, 10_000, False), (1, 60, False), (None, 10_000, True)]
+)
+def test_the_only_rank_begins_alone_where_the_run_is_too_short_to_try_the_others(
+    only: int | None, steps_left: int, begins_alone: bool
+) -> None:
+    """In a longer run nobody would find out whether sharing is better, since that rank stays alone."""
     splitter = Splitter(world_size=2, may_rest=True, only_alone=only)
     splitter.hint((0.9, 0.1))
-    splitter.begin(TOTAL, left=1000 * TOTAL)
-    assert splitter.lone == ends_alone
+    splitter.begin(TOTAL, left=steps_left * TOTAL)
+    assert (splitter.lone == 0) == begins_alone
+    assert splitter.stays_alone == (begins_alone and only == 0)
 
 
-def test_a_rank_that_is_to_stay_alone_stays_whatever_is_measured() -> None:
-    splitter, resumed = (Splitter(world_size=2, may_rest=True) for _ in range(2))
-    told(splitter, steps=16, exposed_ms=0.3)
-    splitter.stay_alone(0)
+def test_the_only_rank_that_may_work_alone_stays_alone_whatever_is_measured() -> None:
+    splitter, resumed = (Splitter(world_size=2, may_rest=True, only_alone=0) for _ in range(2))
+    told(splitter, steps=64, exposed_ms=0.3)
     for ms in (1.0, 50.0, 500.0):
         assert [splitter.learn_alone(stretch(ms=ms, batches=1024)) for _ in range(64)] == [[]] * 64
     resumed.restore(json.loads(json.dumps(splitter.state())))
     assert [resumed.learn_alone(stretch(ms=50.0, batches=1024)) for _ in range(64)] == [[]] * 64
     assert (splitter.lone, resumed.lone) == (0, 0)
+
+
+def test_the_only_rank_goes_alone_without_a_trial_and_so_where_it_is_clearly_quicker() -> None:
+    close, clear, others = Alone(only=0), Alone(only=0), Alone()
+    for _ in range(200):
+        close.shared(shared(ms=1.04), (FAST, SLOW), TOTAL, steps_left=1e6)
+        clear.shared(shared(ms=1.2), (FAST, SLOW), TOTAL, steps_left=1e6)
+        if others.rank is None:
+            others.shared(shared(ms=1.04), (FAST, SLOW), TOTAL, steps_left=1e6)
+    assert (close.rank, clear.rank, others.rank) == (None, 0, 0)
+
+
+def test_stretches_of_the_only_rank_grow_slowly_because_its_loop_may_pause() -> None:
+    alone = Alone(only=0)
+    while alone.rank is None:
+        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    lengths = []
+    for _ in range(9):
+        alone.alone(stretch(ms=1.0, batches=alone.stretch))
+        lengths.append(alone.stretch)
+    assert lengths == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
 
 
 def test_nobody_rests_once_all_are_to_share() -> None:
@@ -435,15 +461,16 @@ def test_nobody_rests_once_all_are_to_share() -> None:
 
 
 def test_a_stretch_is_no_longer_than_others_can_wait_with_the_pauses_of_the_users_loop() -> None:
-    alone = Alone(longest_stretch_s=20.0)
-    alone.begin(0, slowness=9.0, steps_left=1e9)
+    alone = Alone(longest_stretch_s=20.0, only=0)
+    alone.begin(0, slowness=9.0, steps_left=60)
     worked = RankFacts(samples=16 * TOTAL, batches=16, compute_ms=16.0, exposed_ms=0.0, paused_ms=16 * 1_000.0)
     rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
-    alone.alone(AverageReport(window=0, ranks=(worked, rested)))
+    for _ in range(8):
+        alone.alone(AverageReport(window=0, ranks=(worked, rested)))
     assert alone.stretch <= 20
-    alone.stay(0)
+    # One evaluation at the end of an epoch is soon forgotten.
     for _ in range(64):
-        alone.alone(stretch(ms=1.0))
+        alone.alone(stretch(ms=1.0, batches=alone.stretch))
     assert alone.stretch == STRETCH_MAX
 
 

@@ -232,7 +232,6 @@ MAY_NAME = {
     "virtual/advice.py": "which short runs measure shared steps, and which averages in the background",
     "rank/loop_place.py": "a hint that recommends policies",
     "rank/memory_needs.py": "a way out that recommends a policy",
-    "rank/session_run.py": "a way out that recommends a policy",
     "replica/loop_state.py": "a hint that recommends a policy",
     "integrations/accelerate.py": "hints that recommend a policy",
     "integrations/accelerate_arguments.py": "the default of its Accelerator",

@@ -1,13 +1,14 @@
-"""A user's loop in which rank 0 trains alone from time to time: `resting_script.py FOLDER CASE DEVICES`.
+"""A user's loop in which rank 0 soon trains alone: `resting_script.py FOLDER CASE DEVICES`.
 
-The splitter is scripted: three shared steps, four batches of rank 0 alone, and again. `CASE` chooses what else the loop
-does. Every rank writes what it saw and its final state.
+The splitter is scripted: some shared steps, then rank 0 alone until the end, in short stretches. `CASE` chooses what
+else the loop does. Every rank writes what it saw and its final state.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from outrider.policy.effects import AverageReport, Decision
 from outrider.policy.policies.balanced import balanced
 
 SIZE, BATCH, EPOCHS = 328, 8, 3
-SHARED, ALONE = 3, 4
+SHARED, STRETCH = 22, 4
 
 
 class Scripted(Splitter):
-    """Shares three steps, then lets rank 0 train four batches alone."""
+    """Shares some steps, then lets rank 0 train alone."""
 
     _scripted: int | None = None
     _num_shared = 0
@@ -38,20 +39,15 @@ class Scripted(Splitter):
 
     @property
     def stretch(self) -> int:
-        return ALONE
-
-    def stay_alone(self, rank: int) -> None:
-        self._scripted, self.stays = rank, True
+        return STRETCH
 
     def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
         self._num_shared += 1
-        if self._num_shared % SHARED == 0:
+        if self._num_shared == SHARED:
             self._scripted = 0
         return []
 
     def learn_alone(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
-        if not getattr(self, "stays", False):
-            self._scripted = None
         return []
 
 
@@ -64,9 +60,6 @@ def make_policy() -> PolicySpec:
             splitters.append(
                 Scripted(world_size=(ranks := segment.seat.world_size), shares=(3.0,) + (1.0,) * (ranks - 1))
             )
-            # What the session asks of its own splitter has to reach the scripted one, too.
-            asked = segment.splitter.stay_alone
-            segment.splitter.stay_alone = lambda rank: (asked(rank), splitters[0].stay_alone(rank))
         return balanced(replace(segment, splitter=splitters[0]))
 
     return PolicySpec(name="scripted", open=open_scripted, shares_steps=True, batch_is_global=True, switches=True)
@@ -77,7 +70,7 @@ def data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(SIZE))
 
 
-def make_model() -> nn.Module:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
 
@@ -88,6 +81,11 @@ def is_step_due(case: str, *, seen: int, number: int) -> bool:
         return seen % 4 == 3 or (seen < 43 and seen % 2 == 1)
     every = {"accumulating": 4, "own counter": 3}.get(case, 1)
     return (number if case == "own counter" else seen) % every == every - 1
+
+
+def own_steps(case: str, optimizers: list[torch.optim.Optimizer], *, number: int) -> list[torch.optim.Optimizer]:
+    """The optimizers that step with this batch; as for a GAN, one may step after every fifth of this rank only."""
+    return optimizers[:1] if case == "own turns" and number % 5 else optimizers
 
 
 def train(folder: Path, case: str, devices: str) -> None:
@@ -102,6 +100,7 @@ def train(folder: Path, case: str, devices: str) -> None:
         own = torch.optim.lr_scheduler.StepLR(optimizers[1], step_size=size, gamma=0.5)
     if case == "thawing":
         model[0].requires_grad_(False)
+    teacher = deepcopy(model).requires_grad_(False)
     used: list[int] = []
     outputs: list[float] = []
     options: Any = {"checkpoint_every": "0.02s"} if case == "checkpoints" else {}
@@ -115,9 +114,9 @@ def train(folder: Path, case: str, devices: str) -> None:
         for epoch in s.epochs(EPOCHS):
             for number, (x, y, index) in enumerate(s.batches(data(), batch_size=BATCH)):
                 used += index.tolist() if s.batch_samples else []
-                if case == "freezing" and s.global_step == 20:
+                if case == "freezing" and s.global_step == 30:
                     model[0].requires_grad_(False)
-                if case == "adding a group" and s.global_step == 20:
+                if case == "adding a group" and s.global_step == 30:
                     optimizers[1].add_param_group({"params": [model[2].bias]})
                 if case == "raising" and s.is_main and s.global_step == 25:
                     raise ValueError("the user's own mistake")
@@ -125,11 +124,18 @@ def train(folder: Path, case: str, devices: str) -> None:
                     optimizers[1].param_groups[0]["lr"] = 0.1 * (1 - s.progress)
                     if s.global_step == 30:
                         optimizers[0].param_groups[0]["weight_decay"] = 0.01
-                if case == "thawing" and s.global_step == 20:
+                if case == "thawing" and s.global_step == 30:
                     model[0].requires_grad_(True)
-                s.backward(F.cross_entropy(model(x), y) / (4 if case == "accumulating" else 1))
+                if case == "modes" and s.global_step == 30:
+                    model[1].eval()
+                loss = F.cross_entropy(model(x), y) / (4 if case == "accumulating" else 1)
+                if case == "own weight":
+                    loss = loss * (1 + number / 41)
+                if case == "own teacher":
+                    loss = loss + (model(x) - teacher(x)).square().mean()
+                s.backward(loss)
                 if is_step_due(case, seen=s.batches_seen, number=number):
-                    for optimizer in optimizers:
+                    for optimizer in own_steps(case, optimizers, number=number):
                         optimizer.step() if scaler is None else scaler.step(optimizer)
                         optimizer.zero_grad()
                     if scaler is not None:
@@ -137,6 +143,8 @@ def train(folder: Path, case: str, devices: str) -> None:
                     ema.update()
                     if own is not None:
                         own.step()
+                    for slow, quick in zip(teacher.parameters(), model.parameters(), strict=True):
+                        slow.data.lerp_(quick.data, 0.1)
                 if case == "break" and epoch == 1 and s.is_main and s.samples_seen >= (SIZE + 12 * BATCH):
                     break
             outputs.append(model(data().tensors[0]).sum().item())
@@ -149,6 +157,7 @@ def train(folder: Path, case: str, devices: str) -> None:
         "rates": [group["lr"] for o in optimizers for group in o.param_groups],
         "ticks": schedule.last_epoch,
         "seen": seen,
+        "modes": [module.training for module in model.modules()],
         "scale": None if scaler is None else scaler.get_scale(),
         "tensors": [torch.as_tensor(tensor).double().tolist() for tensor in tensors],
     }

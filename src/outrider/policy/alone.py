@@ -71,11 +71,12 @@ class Alone:
     """Compares one rank alone with shared steps: fitted times decide what to try, measured times decide what stays."""
 
     def __init__(self, *, longest_stretch_s: float = LONGEST_STRETCH_S, only: int | None = None) -> None:
-        """`only`: the one rank that may work alone; None if any may."""
+        """`only`: the one rank that may work alone, and then stays alone until the end of the run; None if any may.
+
+        So it goes alone without a trial, and only where its fitted time says clearly that sharing loses.
+        """
         self._longest_ms = 1e3 * longest_stretch_s
         self._only = only
-        self.stays = False
-        """Whether a rank works alone until the end of the run, whatever is measured."""
         self.rank: int | None = None
         """The rank that works alone; None while all ranks share steps."""
         self.lasted = 0
@@ -86,7 +87,7 @@ class Alone:
         self._left = 0
         self._has_warmed_up = self._is_proven = False
         self._ms, self._batches = 0.0, 0
-        self._trial_stretch = STRETCH_MIN
+        self._trial_stretch = self._last_stretch = STRETCH_MIN
         # Whether shared steps are on trial, and the cost of the trial so far. The first shared steps are a trial, too.
         self._is_trial = True
         self._spent_ms, self._spent_steps = 0.0, 0
@@ -107,6 +108,11 @@ class Alone:
         """Whether a rank works alone without a trial, because the run is too short for one."""
 
     @property
+    def stays(self) -> bool:
+        """Whether a rank works alone until the end of the run."""
+        return self.rank is not None and self._only is not None
+
+    @property
     def step_ms(self) -> float | None:
         """Time of a usual batch in the current mode, shared or alone; None until it is measured."""
         if self.rank is not None:
@@ -115,24 +121,31 @@ class Alone:
 
     @property
     def stretch(self) -> int:
-        """Steps until the ranks meet again: few on trial, then about two seconds' worth, to notice requests to stop."""
+        """Steps until the ranks meet again: few on trial, then about two seconds' worth, to notice requests to stop.
+
+        Those of the only rank that may work alone grow slowly: a user's loop may pause for long every so many batches.
+        """
         if not self._expected_ms:
             return FIRST_STRETCH
         steps = self._steps_of(self._expected_ms)
-        return steps if self._is_proven else min(self._trial_stretch, steps)
+        if not self._is_proven:
+            return min(self._trial_stretch, steps)
+        return steps if self._only is None else min(2 * self._last_stretch, steps)
 
-    def begin(self, rank: int, *, slowness: float, steps_left: float) -> None:
-        """Let a rank begin alone before anything is measured; the slowest rank takes about `slowness` times as long."""
+    def begin(self, rank: int, *, slowness: float, steps_left: float) -> bool:
+        """Let a rank begin alone before anything is measured, if it may; returns whether it does.
+
+        The slowest rank takes about `slowness` times as long.
+        """
+        is_unshared = not _pays_for_sharing(slowness, steps_left)
+        if self._only is not None and not (is_unshared and rank == self._only):
+            # Nobody would find out whether sharing is better.
+            return False
         self._enter(rank, 0.0)
         self._left = math.ceil(steps_left) + 1
         self._slowness = slowness
-        self.is_unshared = not _pays_for_sharing(slowness, steps_left)
-
-    def stay(self, rank: int) -> None:
-        """Let a rank work alone from now on, whatever is measured."""
-        if self.rank != rank:
-            self._enter(rank, 0.0)
-        self.stays = True
+        self.is_unshared = is_unshared
+        return True
 
     def _steps_of(self, step_ms: float) -> int:
         """Steps of a stretch: about two seconds, enough to make meeting cheap, and no longer than others can wait."""
@@ -177,7 +190,7 @@ class Alone:
         alone_ms = min(times_ms)
         if len(self._shared_ms) < SHARED_STEPS and alone_ms > CLEARLY_QUICKER * self._shared:
             return None
-        is_close = alone_ms < TRIED_BELOW * self._shared
+        is_close = alone_ms < (TRIED_BELOW if self._only is None else CLEARLY_QUICKER) * self._shared
         if not is_close and not self._may_be_tried_once(alone_ms, steps_left):
             self._left = SHARED_STEPS
             self._is_trial, self._trial_part = False, TRIAL_PART
@@ -191,7 +204,9 @@ class Alone:
 
     def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
         """Whether a trial against the advice of the fitted time costs little of the rest of the run."""
-        if self._is_tried or steps_left is None or alone_ms >= TRIED_ONCE_BELOW * self._shared:
+        if self._only is not None or self._is_tried or steps_left is None:
+            return False
+        if alone_ms >= TRIED_ONCE_BELOW * self._shared:
             return False
         return TRIAL_STEPS * (alone_ms / self._shared - 1) < TRIED_ONCE_PART * steps_left
 
@@ -204,7 +219,8 @@ class Alone:
         next_ms = sorted(self._at_most_ms)[1] if alone_ms <= min(self._at_most_ms) else 0.0
         is_clear = alone_ms < CLEARLY_LESS * _step_ms(report) and alone_ms * CLEARLY_FASTER < next_ms
         self._num_clear = self._num_clear + 1 if is_clear else 0
-        if self._num_clear < CLEAR_STEPS:
+        # A rank that stays alone is not on trial.
+        if self._num_clear < (CLEAR_STEPS if self._only is None else CLEAR_SHARED_STEPS):
             return None
         self._num_clear = 0
         self.measure(report)
@@ -242,6 +258,7 @@ class Alone:
         facts = report.ranks[self.rank]
         self._left -= facts.batches
         self.lasted += facts.batches
+        self._last_stretch = max(STRETCH_MIN, facts.batches)
         # The first stretch carries the warm-up of whole batches; a short one says little.
         if self._has_warmed_up and is_usual:
             self._ms += facts.compute_ms
@@ -344,7 +361,6 @@ class Alone:
             "alone_ms": [[rank, ms] for rank, ms in self._alone_ms.items()],
             "slowness": self._slowness,
             "is_unshared": self.is_unshared,
-            "stays": self.stays,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -364,7 +380,6 @@ class Alone:
         self._alone_ms = dict(state.get("alone_ms", ()))
         self._slowness = state.get("slowness")
         self.is_unshared = state.get("is_unshared", False)
-        self.stays = state.get("stays", False)
 
 
 def _step_ms(report: AverageReport) -> float:

@@ -182,7 +182,8 @@ class Splitter:
         shares_first: bool = False,
         longest_stretch_s: float = LONGEST_STRETCH_S,
     ) -> None:
-        """`may_rest` if the driver lets one rank work alone while the others rest: any, or `only_alone`.
+        """`may_rest` if the driver lets one rank work alone while the others rest: any, or `only_alone`, which then
+        stays alone until the end of the run.
 
         `shares_first` if ranks must share steps first, however short the run. `longest_stretch_s` is how long other
         ranks may wait for one that works alone.
@@ -223,10 +224,6 @@ class Splitter:
     def stays_alone(self) -> bool:
         """Whether a rank works alone until the end of the run."""
         return self._alone.stays
-
-    def stay_alone(self, rank: int) -> None:
-        """Let a rank work alone until the end of the run, because others cannot share its steps."""
-        self._alone.stay(rank)
 
     @property
     def stretch(self) -> int:
@@ -273,9 +270,8 @@ class Splitter:
             return []
         self._usual = self._made(total)
         rank = self._hints.index(fastest)
-        if not self.may_work_alone(rank):
+        if not self._alone.begin(rank, slowness=fastest / min(self._hints), steps_left=left / total):
             return []
-        self._alone.begin(rank, slowness=fastest / min(self._hints), steps_left=left / total)
         reason = f"the others together have {others / fastest:.2g} of the speed of rank {rank}, which begins alone"
         return [Decision("alone", rank, reason)]
 

@@ -278,6 +278,8 @@ class HandOver:
     samples: int
     at: int
     may_wait: bool = False
+    after_rest: bool = True
+    """Whether the others rested, so that a user's loop did not run there; else they trained on their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,11 @@ StepEffects = Generator[Step | SharedStep, AverageReport | None, None]
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """One rank trained alone up to sample `at` of the world; the other ranks still have their old state."""
+    """One rank has newer state, up to sample `at` of the world; the other ranks still have their old state."""
 
     source: int
     at: int
+    after_rest: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +126,8 @@ class Driver:
         self._anchor: int | None = None
         self._drift: float | None = None
         self._lead: Lead | None = None
-        self.num_hand_overs = 0
-        """How often ranks caught up with one that trained alone."""
+        self.num_rests = 0
+        """How often ranks caught up with one that trained alone while they rested."""
         self._led_by: int | None = None
         """The rank that trained alone since the last layout, if ranks catch up at once."""
         self._has_leased = False
@@ -474,7 +475,8 @@ class Driver:
     def _hand_over(self, effect: HandOver) -> AverageReport:
         """Announce that `source` has newer state; with `may_wait` only `catch_up()` copies it, if ever."""
         report = self._confer(Confer(effect.source, effect.samples))
-        self._lead = Lead(effect.source, at=self.seen + min(effect.at, self._last_position))
+        at = self.seen + min(effect.at, self._last_position)
+        self._lead = Lead(effect.source, at=at, after_rest=effect.after_rest)
         if not (effect.may_wait and self._may_lag):
             self.catch_up()
         elif self.lags:
@@ -497,8 +499,8 @@ class Driver:
         lead, self._lead = self._lead, None
         started_s = time.perf_counter()
         with self.activity.during("average"):
-            self.averages.hand_over(lead.source, at=lead.at)
-        self.num_hand_overs += 1
+            self.averages.hand_over(lead.source, at=lead.at, after_rest=lead.after_rest)
+        self.num_rests += lead.after_rest
         self._led_by = None if self._may_lag else lead.source
         elapsed_s = time.perf_counter() - started_s
         self._recorder.event("hand over", source=lead.source, ms=round(elapsed_s * 1e3, 3))

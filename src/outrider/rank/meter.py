@@ -105,10 +105,6 @@ class Meter:
         """Record time that the user's loop spent on something other than training."""
         self._window.paused_s += seconds
 
-    def tell_apart(self, digest: int) -> None:
-        """Send this digest with the next facts: ranks that share steps compare theirs."""
-        self._window.digest = digest
-
     def ended_shared_step(self, samples: int) -> None:
         self._window_log.averaged(self._window.exposed_s)
         self._activity.averaged(self._window.exposed_s)

@@ -68,7 +68,8 @@ class SessionRun:
             devices=tuple(str(spec) for spec in world.specs),
             is_trial=is_trial(),
         )
-        # Only rank 0 may train alone: it prints, evaluates and saves. Under `balanced` every rank runs every batch.
+        # Only rank 0 may train alone: it prints, evaluates and saves. It stays alone, because what the loops of other
+        # ranks count by themselves lags behind by then. Under `balanced` every rank runs every batch.
         may_rest = recipe.policy_spec.switches
         self._life = RankLife(
             link, recipe, config, world=world, setting=setting, may_rest=may_rest, only_alone=MAIN_RANK
@@ -115,7 +116,7 @@ class SessionRun:
         self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
         self._has_rested = False
-        self._hand_overs_before = 0
+        self._rests_before = 0
         self.metrics: EpochMetrics | None = None
         """Metrics of the newest epoch with a finished pass; equal on all ranks, except for the evaluation."""
 
@@ -143,22 +144,6 @@ class SessionRun:
     def has_rested(self) -> bool:
         """Whether ranks rested in the current or last pass, while rank 0 trained alone; the same on all ranks."""
         return self._has_rested
-
-    def _rest_for_good(self) -> None:
-        """Leave shared steps to rank 0, because the loop of another rank does something else. All ranks call this."""
-        if self._life.splitter.stays_alone:
-            return
-        self._life.splitter.stay_alone(MAIN_RANK)
-        self._warn(
-            "the loops of the ranks differ after some of them rested: other settings of an optimizer (such as its "
-            "learning rate), or steps after other batches. So rank 0 trains alone from now on. Count with "
-            's.global_step and s.batches_seen in place of counters of your own, or pass policy="balanced"'
-        )
-
-    @property
-    def _has_rested_ever(self) -> bool:
-        """Whether ranks have rested in this run; where none may, hand-overs have other reasons."""
-        return self._life.driver.num_hand_overs > 0 and self._life.splitter.may_work_alone(MAIN_RANK)
 
     def _warn(self, text: str) -> None:
         if self.world.rank == 0:
@@ -202,14 +187,7 @@ class SessionRun:
             samples_seen=lambda: self.samples_seen,
             steps_at=lambda samples: replica.counts.steps.at(samples),
         )
-        self.loop = UserLoop(
-            life.driver,
-            replica,
-            num_ranks=world.size,
-            warn=self._warn,
-            has_rested=lambda: self._has_rested_ever,
-            on_difference=self._rest_for_good,
-        )
+        self.loop = UserLoop(life.driver, replica, num_ranks=world.size, warn=self._warn)
         resumed = life.resume(replica.identity())
         if resumed is not None:
             self._go_back(replica, resumed)
@@ -280,7 +258,7 @@ class SessionRun:
             ),
         )
         self._reached_before = self._life.driver.reached
-        self._hand_overs_before = self._life.driver.num_hand_overs
+        self._rests_before = self._life.driver.num_rests
         self._draw_on()
         if not self._rhythm or self._rhythm[-1][0] != source.batch_size:
             self._rhythm.append((source.batch_size, self._consumed))
@@ -388,7 +366,7 @@ class SessionRun:
         self.loop.end_pass()
         self._trained_s += self._pass.seconds
         driver = self._life.driver
-        self._has_rested = self._has_rested_ever and driver.num_hand_overs > self._hand_overs_before
+        self._has_rested = driver.num_rests > self._rests_before
         # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples

@@ -22,9 +22,8 @@ from outrider.policy.effects import AverageReport, Batch, Lease, SharedStep, Ste
 from outrider.policy.position_ranges import union
 from outrider.rank.averaged_gradients import AveragedGradients
 from outrider.rank.driver import Driver, Segment, StepEffects
-from outrider.rank.window import digests, later_facts, ordinals
+from outrider.rank.window import later_facts, ordinals
 from outrider.replica.loop_replica import LoopReplica, refuse_step
-from outrider.replica.loop_state import digest_of_step
 
 BORROWED = 2
 """Samples that a rank without samples of its own computes on and discards, to run the same user code."""
@@ -41,16 +40,9 @@ class UserLoop:
         *,
         num_ranks: int,
         warn: Callable[[str], None],
-        has_rested: Callable[[], bool],
-        on_difference: Callable[[], None],
     ) -> None:
-        """`warn` receives warnings for the user about the loop.
-
-        Once ranks have rested, they compare what their loops do with a shared batch; all call `on_difference` if that
-        differs.
-        """
+        """`warn` receives warnings for the user about the loop."""
         self._driver = driver
-        self._has_rested, self._on_difference = has_rested, on_difference
         self._num_ranks = num_ranks
         self._warn = warn
         self._has_told_apart = self._has_told_idle = self._has_told_lossless = False
@@ -290,17 +282,8 @@ class UserLoop:
         assert self._shared is not None
         self._meter.stop_compute()
         self._meter.took_update(self._lap_s())
-        self._tell_apart()
         self._put_down()
         return self._driver.ended_shared_step(self.samples, self._shared)
-
-    def _tell_apart(self) -> None:
-        """Send with the next batch what the loop did with this one: code of the user's own may count its batches."""
-        # A rank that left the loop took this step without the user's code.
-        if self._has_rested() and not self.is_leaving:
-            optimizers = self._replica.optimizers
-            did = [-1 if one is None else optimizers.index(one) for one in self._did]
-            self._meter.tell_apart(digest_of_step(optimizers, did))
 
     def _put_down(self) -> None:
         self._effect, self.is_inside = None, False
@@ -391,8 +374,6 @@ class UserLoop:
         driver.averages.average_gradients(samples, driver.facts() if is_first else later_facts(self._num_shared))
         settled = driver.averages.gradient_facts()
         _refuse_other_numbers(ordinals(settled.facts))
-        if is_first and len({*digests(settled.facts)} - {0}) > 1:
-            self._on_difference()
         self._num_shared += 1
         exposed_s = self._lap_s()
         driver.activity.enter("compute")

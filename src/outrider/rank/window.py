@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from outrider.policy.effects import AverageReport, RankFacts
 
-NUM_FACTS = 15
+NUM_FACTS = 14
 BATCHES = 1
 """Index of the number of batches in a row of facts."""
 _ORDINAL = 11
 """Index of the ordinal of a further average of gradients in the same batch; the first average has 0 there."""
-_DIGEST = 14
-"""Index of a digest of what the user's loop did with the last shared batch; 0 if that is not to be compared."""
 # Values of a fact by which a rank asks to end the segment.
 _PAUSE, _STOP, _LAYOUT = 1.0, 2.0, 3.0
 
@@ -42,8 +40,6 @@ class Window:
     """Time after the last step of a segment that stayed open, until others had taken theirs."""
     paused_s: float = 0.0
     """Time that the user's loop spent on something other than training, such as an evaluation."""
-    digest: int = 0
-    """What the user's loop did with the last shared batch, in 48 bits; 0 if that is not to be compared."""
 
     def stepped(self, samples: int, seconds: float) -> None:
         """Add a step whose time tells about speed."""
@@ -81,12 +77,10 @@ class Window:
             float(is_dry),
             _STOP if wants_stop else _PAUSE if wants_pause else _LAYOUT if wants_layout else 0.0,
             self.paused_s * 1e3,
-            float(self.digest),
         ]
         self.samples = self.batches = 0
         self.compute_s = self.exposed_s = self.setup_s = 0.0
         self.waited_s = self.average_s = self.busy_s = self.border_s = self.paused_s = 0.0
-        self.digest = 0
         return row
 
 
@@ -100,18 +94,13 @@ def ordinals(rows: Sequence[Sequence[float]]) -> list[int]:
     return [round(row[_ORDINAL]) for row in rows]
 
 
-def digests(rows: Sequence[Sequence[float]]) -> list[int]:
-    """What the user's loop of each rank did with its last shared batch; 0 if that is not to be compared."""
-    return [round(row[_DIGEST]) for row in rows]
-
-
 def as_report(window: int, rows: tuple[tuple[float, ...], ...], drift: float | None) -> AverageReport:
     return AverageReport(window=window, ranks=tuple(_rank_facts(row) for row in rows), drift=drift)
 
 
 def _rank_facts(row: tuple[float, ...]) -> RankFacts:
     samples, batches, compute_ms, exposed_ms, waited_ms, average_ms, busy_ms, setup_ms, border_ms, *rest = row
-    loss_sum, loss_samples, is_dry, ending, paused_ms, _ = rest
+    loss_sum, loss_samples, is_dry, ending, paused_ms = rest
     return RankFacts(
         samples=round(samples),
         batches=round(batches),

@@ -1,15 +1,13 @@
 """The state that a user's loop keeps outside of parameters and optimizer state, for a rank whose loop body did not run.
 
-Decides what another rank must take over so that both then take the same shared steps: settings of parameter groups,
-frozen parameters, unfinished gradients, the loss scale, counts of the schedule. Called by `LoopReplica` after one rank
-trained alone.
+Decides what another rank takes over so that code after the loop sees the same there: settings of parameter groups,
+frozen parameters, modes of modules, unfinished gradients, the loss scale, counts of the schedule. Called by
+`LoopReplica` after one rank trained alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +42,7 @@ def loop_state(replica: _Loop) -> dict[str, Any]:
     return {
         "settings": settings_of(replica.optimizers),
         "trained": [parameter.requires_grad for parameter in replica.model.parameters()],
+        "training": [module.training for module in replica.model.modules()],
         "ticks": replica.ticks,
         "counts": replica.counts.state() | {"since_step": replica.counts.per_step.since_step()},
         "scaler": None if replica.scaler is None else replica.scaler.state(),
@@ -62,6 +61,8 @@ def take_loop_state(replica: _Loop, state: dict[str, Any], *, at: int) -> None:
     for parameter, is_trained in zip(replica.model.parameters(), state["trained"], strict=True):
         if parameter.requires_grad != is_trained:
             parameter.requires_grad_(is_trained)
+    for module, is_training in zip(replica.model.modules(), state["training"], strict=True):
+        module.training = is_training
     if replica.scaler is not None and state["scaler"]:
         replica.scaler.restore(state["scaler"])
     _continue_gradients(replica, state["gradients"])
@@ -70,21 +71,6 @@ def take_loop_state(replica: _Loop, state: dict[str, Any], *, at: int) -> None:
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[str, Any]]]:
     """Numbers and text of the parameter groups: rates, momenta, weight decay, whatever a loop may change."""
     return [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
-
-
-def digest_of_step(optimizers: Sequence[torch.optim.Optimizer], did: Sequence[int]) -> int:
-    """A hash, above 0 and in 48 bits, of the settings and of what a loop `did` with a batch: averages and steps."""
-    words = json.dumps([list(did), _rounded(settings_of(optimizers))]).encode()
-    return int.from_bytes(blake2b(words, digest_size=6).digest()) or 1
-
-
-def _rounded(value: Any) -> Any:
-    """The same with nine digits: mathematical functions of two machines may differ in the last one."""
-    if isinstance(value, float):
-        return f"{value:.9g}"
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

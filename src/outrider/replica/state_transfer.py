@@ -33,9 +33,12 @@ _LOOP = -1
 """The number under which the state of a user's loop travels, beside those of parameters."""
 
 
-def pack(replica: RankReplica) -> Cargo:
-    """All state that steps change, except parameters, buffers and the schedule, which is a function of samples."""
-    state: State = {_LOOP: loop} if (loop := replica.loop_state()) else {}
+def pack(replica: RankReplica, *, with_loop: bool = False) -> Cargo:
+    """All state that steps change, except parameters, buffers and the schedule, which is a function of samples.
+
+    `with_loop` for ranks on which a user's loop did not run.
+    """
+    state: State = {_LOOP: loop} if with_loop and (loop := replica.loop_state()) else {}
     for first, optimizer in _numbered(replica.optimizers):
         state |= {first + number: entry for number, entry in optimizer.state_dict()["state"].items()}
     return Cargo(replica.steps, write_manifest(state), _tensors(state))
@@ -62,7 +65,10 @@ def take_over(replica: RankReplica, cargo: Cargo, *, at: int) -> None:
         _write(replica.optimizers, state)
     else:
         _replace(replica, state)
-    replica.take_loop_state(loop, at=at)
+    if loop:
+        replica.take_loop_state(loop, at=at)
+    else:
+        replica.follow_schedule(at)
     replica.steps = cargo.steps
 
 
@@ -132,11 +138,24 @@ def _replace(replica: RankReplica, told: State) -> None:
 
 
 def _load(optimizer: torch.optim.Optimizer, told: State) -> None:
-    form = OptimizerForm(optimizer)
+    form, groups = OptimizerForm(optimizer), list(optimizer.param_groups)
     # Loading may keep a reference to a tensor, which may belong to another replica.
     own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, told)
     optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
-    # torch treats strings as lists and would load something else.
-    for loaded, entry in _pairs([optimizer], told):
-        loaded.update({key: value for key, value in entry.items() if not any(map(_is_tensor, tree_leaves(value)))})
+    # Loading makes new groups; a user's loop may hold the old ones.
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    optimizer.param_groups[:] = groups
+    for state, entry in _pairs([optimizer], told):
+        for key, value in entry.items():
+            # torch casts floats to the type of their parameter, and treats strings as lists.
+            has_tensors = any(map(_is_tensor, tree_leaves(value)))
+            state[key] = tree_map(_as_sent, state[key], value) if has_tensors else value
     form.restore()
+
+
+def _as_sent(loaded: Any, sent: Any) -> Any:
+    """The value as it was sent: a momentum in float32 beside parameters in bfloat16 keeps its precision."""
+    if not isinstance(sent, Tensor) or loaded.dtype == sent.dtype:
+        return loaded
+    return sent.to(loaded.device, copy=True)

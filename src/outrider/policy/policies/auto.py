@@ -35,7 +35,7 @@ def auto(segment: SegmentContext) -> Policy:
         return
     if not was_exact:
         # The optimizers of the ranks differ by now: shared steps need the same state on all.
-        yield HandOver(source=chooser.fastest, samples=0, at=span.start + max(0, done - 1))
+        yield HandOver(source=chooser.fastest, samples=0, at=span.start + max(0, done - 1), after_rest=False)
     yield EndSegment()
 
 
