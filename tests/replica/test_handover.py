@@ -148,6 +148,38 @@ def test_state_that_was_not_there_is_taken_over_too() -> None:
     assert torch.equal(giver.model.second.weight, taker.model.second.weight)
 
 
+class Precise(torch.optim.SGD):
+    """Keeps a momentum in float32 beside parameters in bfloat16."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["slow"] = state.get("slow", torch.zeros(parameter.shape)) + 1e-6
+        return super().step(closure)
+
+
+def test_state_keeps_its_dtype_beside_parameters_of_another() -> None:
+    giver = make(partial(Precise, lr=0.1), lambda: nn.Linear(3, 2).bfloat16())
+    taker = make(partial(Precise, lr=0.1), lambda: nn.Linear(3, 2).bfloat16())
+    for parameter in giver.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    giver.optimizer.step()
+    hand_over(giver, taker, at=0)
+    taken = taker.optimizer.state[taker.model.weight]["slow"]
+    assert taken.dtype == torch.float32
+    assert torch.equal(taken, torch.full((2, 3), 1e-6))
+
+
+def test_parameter_groups_stay_the_same_objects() -> None:
+    """A user's loop may hold them, to set rates."""
+    giver, taker = make(OPTIMIZERS["adam"]), make(OPTIMIZERS["adam"])
+    steps(giver, start=0, stop=2)
+    groups = list(taker.optimizer.param_groups)
+    hand_over(giver, taker, at=8)
+    assert [id(group) for group in taker.optimizer.param_groups] == [id(group) for group in groups]
+    assert taker.optimizer.state[taker.model.weight]["step"].item() == 2.0
+
+
 class Nested(torch.optim.SGD):
     """Keeps tensors in a list and numbers in a dict and a tuple, as SOAP and its kin do."""
 
@@ -194,7 +226,9 @@ def test_a_state_with_objects_of_its_own_is_refused_with_a_reason() -> None:
     assert caught.value.message == (
         "the optimizer keeps an object of type object in 'notes' of parameter 0, which cannot be handed to other ranks"
     )
-    assert caught.value.hint == ('keep tensors, numbers, text, lists and dicts in its state, or pass policy="sync"')
+    assert caught.value.hint == (
+        'keep tensors, numbers, text, lists and dicts in its state, or pass policy="sync" (or "balanced" in a Session)'
+    )
 
 
 def test_a_manifest_that_names_anything_but_a_dtype_is_refused() -> None:

@@ -20,8 +20,8 @@ FIRST_TURN_S = 0.5
 """A rank that waits for less than this time writes nothing."""
 LONGEST_TURN_S = 4.0
 _HINT = (
-    "call the methods of a session on every rank and in the same order; under `if s.is_main:` use evaluate() instead "
-    "of evaluate_together(); leave loops together: if any(s.gather(stop)): break"
+    "call the methods of a session on every rank, in the same order and outside of the loop over batches(); under "
+    "`if s.is_main:` use evaluate() instead of evaluate_together(); leave loops together: if any(s.gather(stop)): break"
 )
 
 
