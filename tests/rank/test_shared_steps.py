@@ -208,7 +208,7 @@ def alone_for_all(reports: list[AverageReport]) -> Iterator[Step | HandOver]:
 
 def test_what_may_not_wait_is_handed_over_at_once(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    monkeypatch.setattr(rank.driver.averages, "hand_over", lambda source, at: steps.append(rank.replica.steps))
+    monkeypatch.setattr(rank.driver.averages, "hand_over", lambda source, **_: steps.append(rank.replica.steps))
     rank.run(alone_for_all)
     assert (steps, rank.driver.lead) == ([1], None)
 
@@ -221,7 +221,7 @@ def alone_then_shared(reports: list[AverageReport]) -> Iterator[Step | HandOver 
 
 def test_a_shared_step_waits_until_all_have_caught_up(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    monkeypatch.setattr(rank.driver.averages, "hand_over", lambda source, at: steps.append(rank.replica.steps))
+    monkeypatch.setattr(rank.driver.averages, "hand_over", lambda source, **_: steps.append(rank.replica.steps))
     rank.run(alone_then_shared)
     assert steps == [1]
     assert (rank.driver.lead, rank.replica.steps) == (None, 2)

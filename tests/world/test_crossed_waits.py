@@ -54,7 +54,8 @@ def test_both_ranks_are_told_the_same(rank: int) -> None:
     assert str(caught.value) == (
         "rank 0 waits for evaluate_together() on all ranks, rank 1 for the end of epoch 1: they would never meet\n"
         "hint: call the methods of a session on every rank, in the same order and outside of the loop over batches(); "
-        "under `if s.is_main:` use evaluate() instead of evaluate_together(); leave loops together: if any(s.gather(stop)): break"
+        "under `if s.is_main:` use evaluate() instead of evaluate_together(); leave loops together: "
+        "if any(s.gather(stop)): break"
     )
 
 

@@ -68,8 +68,7 @@ class SessionRun:
             devices=tuple(str(spec) for spec in world.specs),
             is_trial=is_trial(),
         )
-        # Only rank 0 may train alone: it prints, evaluates and saves. It stays alone, because what the loops of other
-        # ranks count by themselves lags behind by then. Under `balanced` every rank runs every batch.
+        # Only rank 0 may train alone, as it prints, evaluates and saves; for good, as loops of other ranks lag behind.
         may_rest = recipe.policy_spec.switches
         self._life = RankLife(
             link, recipe, config, world=world, setting=setting, may_rest=may_rest, only_alone=MAIN_RANK

@@ -235,7 +235,8 @@ def _encode(value: object, *, name: str, number: int) -> Any:
     raise ConfigError(
         f"the optimizer keeps an object of type {type(value).__name__} in {name!r} of parameter {number}, "
         "which cannot be handed to other ranks",
-        hint='keep tensors, numbers, text, lists and dicts in its state, or pass policy="sync" (or "balanced" in a Session)',
+        hint="keep tensors, numbers, text, lists and dicts in its state, or pass "
+        'policy="sync" (or "balanced" in a Session)',
     )
 
 
