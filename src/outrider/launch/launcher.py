@@ -26,7 +26,14 @@ from outrider.launch.payload import library_folders, write_payload
 from outrider.launch.rank_main import BOOT
 from outrider.launch.rank_process import Process, RankProcess
 from outrider.launch.ranks import Ranks
-from outrider.machine.devices import CARD_ORDER, DeviceSpec, num_cores, threads_per_rank, variables_for_limits
+from outrider.machine.devices import (
+    CARD_ORDER,
+    DeviceSpec,
+    num_cores,
+    threads_alone,
+    threads_per_rank,
+    variables_for_limits,
+)
 from outrider.slices.mps import slices
 from outrider.store.store_process import free_port, serve_in_private_folder
 from outrider.world.environment import Environment, launched
@@ -117,6 +124,7 @@ class _StartOrder:
     world_size: int
     spec: DeviceSpec
     num_threads: int
+    num_threads_alone: int
     interpreter: str
     variables: Mapping[str, str]
     log_path: Path
@@ -138,13 +146,16 @@ def _orders(
             hint="give one interpreter per device, or leave interpreters out",
         )
     programs = interpreters or [sys.executable] * len(devices)
-    threads = threads_per_rank(devices, num_cores()) if num_threads is None else (num_threads,) * len(devices)
+    given = None if num_threads is None else (num_threads,) * len(devices)
+    threads = given or threads_per_rank(devices, num_cores())
+    alone = given or threads_alone(devices, num_cores())
     return [
         _StartOrder(
             rank=rank,
             world_size=len(devices),
             spec=spec,
             num_threads=threads[rank],
+            num_threads_alone=alone[rank],
             interpreter=programs[rank],
             variables=variables,
             log_path=log_dir / f"rank{rank}.log",
@@ -210,6 +221,7 @@ def _start_file(order: _StartOrder, *, folder: Path, messages_fd: int, control_f
         "folder": str(folder),
         "device": str(order.spec),
         "num_threads": order.num_threads,
+        "num_threads_alone": order.num_threads_alone,
         "is_shown": order.is_shown,
         "messages_fd": messages_fd,
         "control_fd": control_fd,

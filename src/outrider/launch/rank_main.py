@@ -89,6 +89,7 @@ def _make_link(start: dict[str, Any]) -> Link:
         environment=environment,
         spec=parse_devices(start["device"])[0],
         num_threads=start["num_threads"],
+        num_threads_alone=start["num_threads_alone"],
         deliver=PipeWriter(start["messages_fd"]),
         owns_process=True,
     )

@@ -285,6 +285,15 @@ def threads_per_rank(specs: Sequence[DeviceSpec], num_cores: int) -> tuple[int, 
     return tuple(max(1, num_left // num_cpu_ranks) if spec.kind == "cpu" else 1 for spec in specs)
 
 
+def threads_alone(specs: Sequence[DeviceSpec], num_cores: int) -> tuple[int, ...]:
+    """Threads for each rank of one host while all others rest: a CPU rank then has the cores of the other CPU ranks."""
+    num_left = num_cores - sum(spec.kind != "cpu" for spec in specs)
+    beside_others = threads_per_rank(specs, num_cores)
+    return tuple(
+        max(1, num_left) if spec.kind == "cpu" else own for spec, own in zip(specs, beside_others, strict=True)
+    )
+
+
 def num_cores() -> int:
     """Cores that this process may use: physical ones, within its affinity and the quota of its container."""
     import psutil

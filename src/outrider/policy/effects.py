@@ -255,6 +255,13 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """Until the next Confer or HandOver only `source` works; it may use what the other ranks leave free."""
+
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
 class Confer:
     """Meet all ranks to exchange facts, without averaging; the result is an AverageReport.
 
@@ -331,6 +338,7 @@ Effect = (
     | Begin
     | Poll
     | Collect
+    | Rest
     | Confer
     | HandOver
     | Merge

@@ -30,6 +30,7 @@ from outrider.policy.effects import (
     Note,
     Policy,
     Poll,
+    Rest,
     SharedStep,
     Step,
     Take,
@@ -134,7 +135,7 @@ def _entry(effect: Effect, result: object) -> Entry | None:
             return ["collect", _drift(result)] if result is not None else None
         case LeaveOpen():
             return ["leave open"]
-        case Take() | GiveBack() | Expect() | AwaitOthers() | Note():
+        case Take() | GiveBack() | Expect() | Rest() | AwaitOthers() | Note():
             return None
 
 

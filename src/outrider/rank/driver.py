@@ -39,6 +39,7 @@ from outrider.policy.effects import (
     OpenWindow,
     Policy,
     Poll,
+    Rest,
     SharedStep,
     Step,
     Take,
@@ -46,6 +47,7 @@ from outrider.policy.effects import (
 from outrider.policy.position_ranges import without
 from outrider.policy.schedule import ScheduleRecorder
 from outrider.rank.averages import Averages
+from outrider.rank.host_threads import HostThreads
 from outrider.rank.meter import Meter
 from outrider.rank.segment_border import SegmentBorder
 from outrider.rank.window import as_report
@@ -94,6 +96,7 @@ class Driver:
         meter: Meter,
         recorder: Recorder,
         border: SegmentBorder | None = None,
+        threads: HostThreads | None = None,
         may_lag: bool = True,
         stop_requested: Callable[[], bool] = lambda: False,
         pause_due: Callable[[], bool] = lambda: False,
@@ -112,6 +115,7 @@ class Driver:
         self.activity = recorder.activity
         """What this rank is doing, for the live page."""
         self._border = border
+        self.threads = HostThreads() if threads is None else threads
         self._may_lag = may_lag
         self._stop_requested = stop_requested
         self._pause_due = pause_due
@@ -146,6 +150,7 @@ class Driver:
             Begin: self._begin,
             Poll: self._poll,
             Collect: self._collect,
+            Rest: self._rest,
             Confer: self._confer,
             HandOver: self._hand_over,
             Merge: self._merge,
@@ -457,11 +462,16 @@ class Driver:
         self._record_average(report, average_ms / 1e3)
         return report
 
+    def _rest(self, effect: Rest) -> None:
+        if self._replica.rank == effect.source:
+            self.threads.work_alone()
+
     def _confer(self, effect: Confer) -> AverageReport:
         is_source = self._replica.rank == effect.source
         if is_source:
             self._wait_for_device()
             self._measure_window()
+            self.threads.work_beside_others()
         else:
             self.meter.end_log()
         started_s = time.perf_counter()

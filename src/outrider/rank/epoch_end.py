@@ -61,8 +61,9 @@ class EpochEnd:
         catch_up_s = self._driver.catch_up(is_training=False) if self.is_worth_sharing else 0.0
         if self._driver.lags:
             return EvaluationSums()
-        with self._driver.activity.during("evaluation"):
-            return self._evaluation.run(key, catch_up_s=catch_up_s, is_alone=self._driver.lead is not None)
+        is_alone = self._driver.lead is not None
+        with self._driver.activity.during("evaluation"), self._driver.threads.of(is_alone=is_alone):
+            return self._evaluation.run(key, catch_up_s=catch_up_s, is_alone=is_alone)
 
     def judge(self, accounts: Sequence[RankAccount], *, lone: int) -> None:
         """Learn from the time of an evaluation for which ranks were brought up to date; `lone` works alone."""

@@ -27,6 +27,7 @@ from outrider.rank.device_clock import DeviceClocks
 from outrider.rank.device_speed import speeds_of_all
 from outrider.rank.driver import Driver, Segment
 from outrider.rank.epoch_accounting import EpochAccounting, open_leases
+from outrider.rank.host_threads import HostThreads
 from outrider.rank.layout_watch import set_trained
 from outrider.rank.live_values import LiveValues
 from outrider.rank.memory_needs import agree_on_memory, memory_event, memory_words
@@ -180,6 +181,7 @@ class RankLife:
             meter=meter,
             recorder=self.recorder,
             border=SegmentBorder(self.world),
+            threads=HostThreads(self.link.num_threads, self.link.num_threads_alone),
             may_lag=may_lag,
             stop_requested=stop_requested,
             pause_due=pause_due,

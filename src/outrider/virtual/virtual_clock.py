@@ -34,6 +34,7 @@ from outrider.policy.effects import (
     Policy,
     Poll,
     RankFacts,
+    Rest,
     SharedStep,
     Step,
     Take,
@@ -204,6 +205,7 @@ class VirtualClock:
             LeaveOpen: self._leave_open,
             Note: self._nothing,
             Expect: self._nothing,
+            Rest: self._nothing,
         }
 
     def run(self) -> None:
@@ -242,7 +244,7 @@ class VirtualClock:
 
     # Handlers return true if the rank must not be resumed immediately.
 
-    def _nothing(self, rank: int, effect: Note | Expect) -> bool:
+    def _nothing(self, rank: int, effect: Note | Expect | Rest) -> bool:
         return False
 
     def _compute(self, rank: int, batch: Batch, step_ms: Callable[[int, int], float] | None) -> None:

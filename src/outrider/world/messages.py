@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.machine.devices import DeviceSpec, num_cores, threads_per_rank
+from outrider.machine.devices import DeviceSpec, num_cores, threads_alone, threads_per_rank
 from outrider.world.environment import Environment
 
 DROPPABLE = frozenset({"progress"})
@@ -57,11 +57,14 @@ class Link:
         spec: DeviceSpec,
         num_threads: int,
         deliver: Callable[[Message], None],
+        num_threads_alone: int | None = None,
         owns_process: bool = False,
     ) -> None:
         self.environment = environment
         self.spec = spec
         self.num_threads = num_threads
+        self.num_threads_alone = num_threads if num_threads_alone is None else num_threads_alone
+        """Threads while the other ranks rest."""
         self.owns_process = owns_process
         """Whether our launcher started this process, so that we may change its global settings."""
         self.stop_requested = threading.Event()
@@ -126,11 +129,12 @@ def adopted_link(
     on_message: Callable[[Message], None] = _nowhere,
 ) -> Link:
     """The Link of a rank under torchrun or a similar launcher; `devices` are the devices of this host's ranks."""
-    threads = threads_per_rank(devices, num_cores())
+    rank = environment.local_rank
     return Link(
         environment=environment,
-        spec=devices[environment.local_rank],
-        num_threads=threads[environment.local_rank] if num_threads is None else num_threads,
+        spec=devices[rank],
+        num_threads=threads_per_rank(devices, num_cores())[rank] if num_threads is None else num_threads,
+        num_threads_alone=threads_alone(devices, num_cores())[rank] if num_threads is None else num_threads,
         deliver=on_message,
     )
 

@@ -20,6 +20,7 @@ from outrider.policy.effects import (
     Merge,
     Note,
     Policy,
+    Rest,
     SharedStep,
     Step,
 )
@@ -76,6 +77,7 @@ def _alone(
     lone: int, stretch: tuple[Batch, ...], *, samples: int, is_last: bool
 ) -> Generator[Effect, AverageReport, AverageReport]:
     """Train whole batches on rank `lone` while the others rest; a hand-over of its state follows the last stretch."""
+    yield Rest(source=lone)
     if samples:
         yield Expect(stretch)
         for batch in stretch:
