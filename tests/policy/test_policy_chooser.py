@@ -26,6 +26,11 @@ class Measured:
     candidates: tuple[int, ...] = (0, 1, 2, 3)
     usual_samples: int = BATCH
     unshared_reason: str | None = None
+    gain_alone: float = 1.0
+
+    @property
+    def rates_alone(self) -> tuple[float, ...] | None:
+        return self.own_rates and tuple(self.gain_alone * rate for rate in self.own_rates)
 
     def may_work_alone(self, rank: int) -> bool:
         return rank in self.candidates

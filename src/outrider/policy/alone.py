@@ -77,6 +77,8 @@ class Alone:
         """
         self._longest_ms = 1e3 * longest_stretch_s
         self._only = only
+        self.gains: tuple[float, ...] = ()
+        """How many times as fast each rank is expected to be while others rest and leave it their cores."""
         self.rank: int | None = None
         """The rank that works alone; None while all ranks share steps."""
         self.lasted = 0
@@ -147,6 +149,14 @@ class Alone:
         self.is_unshared = is_unshared
         return True
 
+    def gain(self, rank: int) -> float:
+        """How many times as fast the rank is expected to be while others rest."""
+        return self.gains[rank] if self.gains else 1.0
+
+    def gained(self, speeds: Sequence[float]) -> tuple[float, ...]:
+        """Speeds beside other ranks, as they are expected to be alone."""
+        return tuple(speed * self.gain(rank) for rank, speed in enumerate(speeds))
+
     def _steps_of(self, step_ms: float) -> int:
         """Steps of a stretch: about two seconds, enough to make meeting cheap, and no longer than others can wait."""
         step_ms = max(step_ms, 1e-6)
@@ -168,10 +178,12 @@ class Alone:
         self._shared_ms.append(_step_ms(report))
 
     def bound(self, report: AverageReport) -> None:
-        """Update upper bounds from a shared step of a usual batch: a rank's time for its part, times the parts."""
+        """Update bounds from a shared step of a usual batch: the time of a rank's part times the parts, less gains."""
         whole_ms = [
-            facts.compute_ms * report.samples / facts.samples if facts.samples and facts.compute_ms > 0 else math.inf
-            for facts in report.ranks
+            facts.compute_ms * report.samples / facts.samples / self.gain(rank)
+            if facts.samples and facts.compute_ms > 0
+            else math.inf
+            for rank, facts in enumerate(report.ranks)
         ]
         self._at_most_ms = [min(pair) for pair in zip(self._at_most_ms or whole_ms, whole_ms, strict=True)]
 
@@ -184,8 +196,10 @@ class Alone:
         if len(self._shared_ms) < CLEAR_SHARED_STEPS or self._left > 0:
             return None
         times_ms = self._of_candidates(
-            min(cost.fixed_ms + cost.per_sample_ms * total, at_most_ms)
-            for cost, at_most_ms in zip(costs, self._at_most_ms or [math.inf] * len(costs), strict=True)
+            min((cost.fixed_ms + cost.per_sample_ms * total) / self.gain(rank), at_most_ms)
+            for rank, (cost, at_most_ms) in enumerate(
+                zip(costs, self._at_most_ms or [math.inf] * len(costs), strict=True)
+            )
         )
         alone_ms = min(times_ms)
         if len(self._shared_ms) < SHARED_STEPS and alone_ms > CLEARLY_QUICKER * self._shared:
@@ -225,7 +239,7 @@ class Alone:
         self._num_clear = 0
         self.measure(report)
         self._begin(times_ms, steps_left)
-        return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone at most {alone_ms:.2f} ms"
+        return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone about {alone_ms:.2f} ms"
 
     def _begin(self, times_ms: Sequence[float], steps_left: float | None) -> None:
         """Let the rank with the shortest time continue alone."""
@@ -361,6 +375,7 @@ class Alone:
             "alone_ms": [[rank, ms] for rank, ms in self._alone_ms.items()],
             "slowness": self._slowness,
             "is_unshared": self.is_unshared,
+            "gains": list(self.gains),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -380,6 +395,7 @@ class Alone:
         self._alone_ms = dict(state.get("alone_ms", ()))
         self._slowness = state.get("slowness")
         self.is_unshared = state.get("is_unshared", False)
+        self.gains = tuple(state.get("gains", ()))
 
 
 def _step_ms(report: AverageReport) -> float:

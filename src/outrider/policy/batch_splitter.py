@@ -252,8 +252,13 @@ class Splitter:
         is_known = self._hints or self._shares or any(model.is_known for model in self._models)
         return self._world_size > 1 and not is_known
 
-    def hint(self, speeds: Sequence[float]) -> None:
-        """Split the first batches by speeds that were measured, not given by the user."""
+    def hint(self, speeds: Sequence[float], *, gains_alone: Sequence[float] | None = None) -> None:
+        """Split the first batches by speeds that were measured, not given by the user.
+
+        `gains_alone`: how many times as fast each rank works while the others rest, if they leave it their cores.
+        """
+        if gains_alone is not None:
+            self._alone.gains = tuple(gains_alone)
         self._hints = proportions("speeds", speeds, world_size=self._world_size)
         self._hinted_by = f"by a short measurement of the devices: {', '.join(f'{speed:.2f}' for speed in speeds)}"
 
@@ -264,16 +269,29 @@ class Splitter:
         """
         if self._num_steps or self.lone is not None or not self._may_begin_alone or self._hints is None or left is None:
             return []
-        fastest = max(self._hints)
-        others = sum(self._hints) - fastest
-        if others > SMALL_HELP * fastest:
+        if self._help > SMALL_HELP:
             return []
         self._usual = self._made(total)
-        rank = self._hints.index(fastest)
+        fastest = max(speeds := self._speeds_alone)
+        rank = speeds.index(fastest)
         if not self._alone.begin(rank, slowness=fastest / min(self._hints), steps_left=left / total):
             return []
-        reason = f"the others together have {others / fastest:.2g} of the speed of rank {rank}, which begins alone"
-        return [Decision("alone", rank, reason)]
+        helps = self._help_in_words(f"the speed of rank {rank}")
+        return [Decision("alone", rank, f"the others together {helps}, which begins alone")]
+
+    @property
+    def _speeds_alone(self) -> tuple[float, ...]:
+        """The hinted speed of each rank while the others rest."""
+        return self._alone.gained(self._hints or ())
+
+    @property
+    def _help(self) -> float:
+        """What sharing may add to the fastest rank alone, as a part of its speed, by the hints."""
+        return max(0.0, sum(self._hints or ()) / max(self._speeds_alone) - 1)
+
+    def _help_in_words(self, speed: str) -> str:
+        has_gains = max(self._alone.gains, default=1.0) > 1
+        return f"add {self._help:.2g} to {speed} with all cores" if has_gains else f"have {self._help:.2g} of {speed}"
 
     def learn(self, report: AverageReport, *, left: int | None = None) -> list[Decision]:
         """Learn from one step's times; returns a decision when the split changes for good.
@@ -369,22 +387,25 @@ class Splitter:
         """Why one rank works alone although sharing was never tried; None if it was tried or will be."""
         if not self._alone.is_unshared or self._hints is None:
             return None
-        return (
-            f"rank {self.lone} works alone: the run is too short to try the others, which together have "
-            f"{sum(self._hints) / max(self._hints) - 1:.2g} of its speed"
-        )
+        helps = self._help_in_words("its speed")
+        return f"rank {self.lone} works alone: the run is too short to try the others, which together {helps}"
 
     @property
     def own_rates(self) -> tuple[float, ...] | None:
-        """Samples per ms of each rank if it took whole batches alone, by the fitted times."""
+        """Samples per ms of each rank if it took whole batches beside the others, by the fitted times."""
         if self._usual is None or not any(model.is_known for model in self._models):
             return None
         total = self._usual.total
         rates = [total / (cost.fixed_ms + cost.per_sample_ms * total) for cost in self._costs()]
         if self.lone is not None and self.exact_rate is not None:
             # Measured on whole batches, without other ranks computing at the same time.
-            rates[self.lone] = self.exact_rate
+            rates[self.lone] = self.exact_rate / self._alone.gain(self.lone)
         return tuple(rates)
+
+    @property
+    def rates_alone(self) -> tuple[float, ...] | None:
+        """Samples per ms of each rank while the others rest and leave it their cores."""
+        return None if self.own_rates is None else self._alone.gained(self.own_rates)
 
     def share(self, rank: int) -> float:
         """The rank's part of a batch; before the first one it follows the options or is equal."""

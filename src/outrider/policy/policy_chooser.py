@@ -71,15 +71,21 @@ class PolicyChooser:
             return []
         if splitter.unshared_reason is not None:
             return self._told_once(splitter.unshared_reason)
-        rate, own_rates = splitter.exact_rate, splitter.own_rates
-        if self._world_size == 1 or rate is None or own_rates is None or self._samples_until_retry > 0:
+        rate, own_rates, rates_alone = splitter.exact_rate, splitter.own_rates, splitter.rates_alone
+        if (
+            self._world_size == 1
+            or rate is None
+            or own_rates is None
+            or rates_alone is None
+            or self._samples_until_retry > 0
+        ):
             return []
         self._exact_rate = rate
         worth = sample_worth(EXPECTED_WINDOW, ranks=effective_ranks(own_rates))
         local_rate = sum(own_rates) * (1 - EXPECTED_OVERHEAD)
         # Where the fastest rank may not work alone, as rank 1 in a user's own loop, it may yet beat shared steps.
-        fastest = own_rates.index(max(own_rates))
-        best_rate = rate if splitter.may_work_alone(fastest) else max(rate, *own_rates)
+        fastest = rates_alone.index(max(rates_alone))
+        best_rate = rate if splitter.may_work_alone(fastest) else max(rate, *rates_alone)
         gain = local_rate * worth / best_rate
         if gain < LEAST_GAIN:
             return self._told_once(self._stays(splitter, gain))
@@ -91,7 +97,7 @@ class PolicyChooser:
         return [self._change(report, is_exact=False, reason=reason)]
 
     def _stays(self, splitter: Splitter, gain: float) -> str:
-        rates = splitter.own_rates or (self._exact_rate,)
+        rates = splitter.rates_alone or (self._exact_rate,)
         fastest = rates.index(max(rates))
         speed = self._exact_rate / rates[fastest]
         how = f"ranks share every step, {speed:.2f}x the fastest rank alone"

@@ -14,6 +14,7 @@ import torch
 
 from outrider.policy.alone import SMALL_HELP
 from outrider.policy.weights import relative_speeds
+from outrider.rank.host_threads import HostThreads
 from outrider.world.world import World
 
 REPEATS = 5
@@ -21,6 +22,8 @@ REPEATS = 5
 # not by much, are measured again; the best of each rank counts.
 TIMES_IN_DOUBT = 4
 PAUSE_IN_DOUBT_S = 0.15
+GAIN_PART = 0.5
+"""The part of the gain of products by more threads that a training step is expected to have."""
 _SIDE = {"cuda": 2048, "cpu": 256}
 _PRODUCTS = {"cuda": 4, "cpu": 8}
 
@@ -37,6 +40,24 @@ def speeds_of_all(world: World) -> tuple[float, ...]:
         if not is_doubtful(best):
             break
     return relative_speeds(best)
+
+
+def gains_alone(world: World, threads: HostThreads, *, fastest: int) -> tuple[float, ...]:
+    """How many times as fast each rank is expected to work while others rest and leave it their cores; all call this.
+
+    Measured on the fastest rank, for products. A training step also has parts that gain nothing from more threads: with
+    steps of the models in `outrider bench`, the gain is between nothing and that of products. So half of it counts.
+    """
+    told = world.exchange_json(threads.has_more_alone, name="cores", what="the cores of ranks that may rest")
+    if not any(told):
+        return (1.0,) * world.size
+    gain = 1.0
+    if world.rank == fastest and threads.has_more_alone:
+        beside_others = measured_speed(world.device)
+        with threads.of(is_alone=True):
+            gain = max(1.0, measured_speed(world.device) / beside_others)
+    gain = max(world.exchange_json(gain, name="gains", what="the speed of the fastest device alone"))
+    return tuple(1 + GAIN_PART * (gain - 1) if has_more else 1.0 for has_more in told)
 
 
 def is_doubtful(speeds: Sequence[float]) -> bool:

@@ -18,6 +18,11 @@ class HostThreads:
         self._beside_others, self._alone = beside_others, alone
         self._is_alone = False
 
+    @property
+    def has_more_alone(self) -> bool:
+        """Whether ranks that rest leave this one any cores."""
+        return self._alone > self._beside_others
+
     def work_alone(self) -> None:
         """Use the cores of ranks that rest."""
         self._switch(is_alone=True)

@@ -24,7 +24,7 @@ from outrider.policy.remaining import Remaining
 from outrider.policy.window_planner import WindowPlanner
 from outrider.rank.averages import Averages, make_averages
 from outrider.rank.device_clock import DeviceClocks
-from outrider.rank.device_speed import speeds_of_all
+from outrider.rank.device_speed import gains_alone, speeds_of_all
 from outrider.rank.driver import Driver, Segment
 from outrider.rank.epoch_accounting import EpochAccounting, open_leases
 from outrider.rank.host_threads import HostThreads
@@ -238,8 +238,10 @@ class RankLife:
     def _measure_devices(self) -> None:
         """Measure the devices before the first step, as hints for planners and splitter; all ranks call this."""
         speeds = speeds_of_all(self.world)
-        self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds])
-        self.splitter.hint(speeds)
+        gains = gains_alone(self.world, self.driver.threads, fastest=speeds.index(max(speeds)))
+        more = {"gains_alone": [round(gain, 3) for gain in gains]} if max(gains) > 1 else {}
+        self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds], **more)
+        self.splitter.hint(speeds, gains_alone=gains)
         self._speeds = speeds
 
     def _go_back(self, resumed: Resumed) -> None:
