@@ -18,6 +18,7 @@ from outrider.machine.devices import (
     num_cores,
     parse_devices,
     resolve_devices,
+    threads_alone,
     threads_per_rank,
     visible_cards,
 )
@@ -270,3 +271,20 @@ def test_limits_that_are_none_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_devices(text)
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "threads"),
+    [
+        ("cpu,cpu@0.5", 2, (2, 2)),
+        ("cpu", 4, (4,)),
+        ("cuda:0,cpu,cpu", 8, (1, 7, 7)),
+        ("cuda:0,cuda:1", 8, (4, 4)),
+        ("cpu,cpu,cpu", 2, (2, 2, 2)),
+        ("cuda:0,cpu", 1, (1, 1)),
+    ],
+)
+def test_while_others_rest_a_cpu_rank_has_the_cores_of_all_cpu_ranks(
+    text: str, cores: int, threads: tuple[int, ...]
+) -> None:
+    assert threads_alone(parse_devices(text), cores) == threads

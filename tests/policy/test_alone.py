@@ -312,6 +312,29 @@ def test_hiccups_do_not_make_the_slower_rank_work_alone() -> None:
     assert told_at_first(parts(1.0, 2.5), *[parts(30.0, 2.5)] * 2) == 0
 
 
+def test_a_rank_that_gains_from_the_cores_of_others_goes_alone_sooner() -> None:
+    """Half of a batch in 1 ms is a whole one in 2 ms, and in 1.25 ms with the cores of the other rank."""
+    alone = Alone()
+    alone.gains = (1.6, 1.6)
+    step = RankFacts(samples=TOTAL // 2, batches=1, compute_ms=1.0, exposed_ms=0.6)
+    slower = replace(step, compute_ms=1.5, exposed_ms=0.1)
+    for _ in range(2):
+        alone.bound(report := AverageReport(window=0, ranks=(step, slower)))
+        reason = alone.shared_at_first(report)
+    assert (alone.rank, reason) == (0, "a shared step takes 1.60 ms, rank 0 alone about 1.25 ms")
+    assert told_at_first(*[AverageReport(window=0, ranks=(step, slower))] * 9) is None
+
+
+def test_the_fitted_time_of_a_rank_counts_its_gain() -> None:
+    """The fast rank takes 1 ms alone, beside the other."""
+    for gains, rank in (((), None), ((1.5, 1.5), 0)):
+        alone = Alone()
+        alone.gains = gains
+        for _ in range(SHARED_STEPS):
+            alone.shared(shared(ms=0.8), (FAST, SLOW), TOTAL)
+        assert alone.rank == rank
+
+
 def second_stretch(*, ms: float) -> AverageReport:
     return AverageReport(window=0, ranks=stretch(ms=ms).ranks[::-1])
 

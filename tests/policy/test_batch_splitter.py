@@ -431,6 +431,42 @@ def test_all_share_from_the_start_where_nobody_may_rest_or_the_length_is_not_kno
     assert splitter.lone is None
 
 
+def test_a_rank_that_gains_from_the_cores_of_others_begins_alone() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    splitter.hint((1.0, 0.5), gains_alone=(1.4, 1.4))
+    [decision] = splitter.begin(128, left=128 * 100)
+    assert (decision.value, decision.reason) == (
+        0,
+        "the others together add 0.071 to the speed of rank 0 with all cores, which begins alone",
+    )
+    assert splitter.unshared_reason == (
+        "rank 0 works alone: the run is too short to try the others, which together add 0.071 to its speed with all "
+        "cores"
+    )
+    restored = Splitter(world_size=2, may_rest=True)
+    restored.restore(splitter.state())
+    assert restored.state() == splitter.state()
+
+
+def test_measured_alone_a_rank_counts_without_its_gain_beside_others() -> None:
+    splitter = Splitter(world_size=2, may_rest=True)
+    splitter.hint((1.0, 0.5), gains_alone=(1.5, 1.5))
+    while splitter.lone is None:
+        parts = splitter.next(100).samples
+        costs = zip(parts, (0.1, 0.2), strict=True)
+        facts = [RankFacts(samples=n, batches=1, compute_ms=ms * n, exposed_ms=20.0) for n, ms in costs]
+        splitter.learn(AverageReport(window=0, ranks=tuple(facts)))
+    worked = RankFacts(samples=6400, batches=64, compute_ms=640.0, exposed_ms=0.0)
+    rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
+    for _ in range(2):
+        splitter.learn_alone(AverageReport(window=0, ranks=(worked, rested)))
+    assert splitter.lone == 0
+    assert splitter.rates_alone is not None
+    assert splitter.own_rates is not None
+    assert splitter.exact_rate == pytest.approx(10.0)
+    assert (splitter.own_rates[0], splitter.rates_alone[0]) == (pytest.approx(10.0 / 1.5), pytest.approx(10.0))
+
+
 def test_a_run_too_short_to_try_the_others_says_so() -> None:
     splitter = hinted(1.0, 0.1)
     splitter.begin(128, left=128 * 300)

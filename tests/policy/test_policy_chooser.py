@@ -138,6 +138,17 @@ def test_the_fastest_device_is_to_be_named_first_where_only_rank_0_may_work_alon
     assert "0.30x the fastest rank alone: give the run that device only, or name it first; local" in decision.reason
 
 
+def test_local_steps_must_beat_the_fastest_device_with_the_cores_of_those_that_rest() -> None:
+    """Both ranks together have 1.9x the samples of the fastest beside the other, which has 1.6x of that alone."""
+    chooser = PolicyChooser(world_size=2)
+    measured = Measured(0.8, (1.0, 1.0), candidates=(), gain_alone=1.6)
+    [decision] = exact(chooser, measured, steps=9)
+    assert chooser.is_exact
+    assert decision.reason.startswith("ranks share every step, 0.50x the fastest rank alone")
+    [decision] = exact(PolicyChooser(world_size=2), replace(measured, gain_alone=1.0), steps=9)
+    assert decision.value == "local"
+
+
 def test_a_report_on_its_way_does_not_choose_local_steps_twice() -> None:
     chooser = PolicyChooser(world_size=2)
     assert len(exact(chooser, Measured(1.0, (1.0, 1.0)), steps=3)) == 1
