@@ -453,7 +453,7 @@ def test_measured_alone_a_rank_counts_without_its_gain_beside_others() -> None:
     splitter.hint((1.0, 0.5), gains_alone=(1.5, 1.5))
     while splitter.lone is None:
         parts = splitter.next(100).samples
-        costs = zip(parts, (0.1, 0.2), strict=True)
+        costs = zip(parts, (0.1, 1.0), strict=True)
         facts = [RankFacts(samples=n, batches=1, compute_ms=ms * n, exposed_ms=20.0) for n, ms in costs]
         splitter.learn(AverageReport(window=0, ranks=tuple(facts)))
     worked = RankFacts(samples=6400, batches=64, compute_ms=640.0, exposed_ms=0.0)
