@@ -125,6 +125,12 @@ def test_a_solo_gets_its_device_and_the_threads_it_has_in_the_whole_world(tmp_pa
     assert order.config.threads_per_rank == threads_per_rank(DEVICES, num_cores())[1]
 
 
+@pytest.mark.parametrize("name", ["cpu-auto", "balanced", "ddp"])
+def test_a_rank_that_works_alone_takes_no_threads_from_those_that_rest(name: str, tmp_path: Path) -> None:
+    order = make_mode_order(parse_mode(name, num_devices=2), task(), devices=DEVICES, run_dir=tmp_path)
+    assert order.config.threads_per_rank == threads_per_rank(DEVICES, num_cores())[0]
+
+
 def test_every_name_that_is_listed_can_be_parsed() -> None:
     assert [parse_mode(name, num_devices=2).name for name in mode_names(2)] == mode_names(2)
 

@@ -157,7 +157,10 @@ def run_mode(
 def make_mode_order(
     mode: Mode, task: Task, *, devices: Sequence[DeviceSpec], run_dir: Path, settings: Mapping[str, Any] | None = None
 ) -> CheckedRun:
-    """The order of a run of `train()`; a solo gets the threads that its rank has in the whole world."""
+    """The order of a run of `train()`; a rank has the same threads in every mode.
+
+    So a solo gets those that its rank has in the whole world, and a rank that works alone takes none of the others.
+    """
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
         "epochs": task.epochs,
@@ -178,9 +181,12 @@ def make_mode_order(
         options["lr_scale"] = float(len(devices))
         options["scheduler"] = rising(task.scheduler, len(devices), task.joined_warm_up)
     options |= given
+    threads = threads_per_rank(devices, num_cores())
+    if len(set(threads)) == 1:
+        options.setdefault("threads_per_rank", threads[0])
     if mode.solo_rank is not None:
         options["devices"] = [str(devices[mode.solo_rank])]
-        options.setdefault("threads_per_rank", threads_per_rank(devices, num_cores())[mode.solo_rank])
+        options.setdefault("threads_per_rank", threads[mode.solo_rank])
         options = {name: value for name, value in options.items() if not is_per_rank(name, value)}
     if mode.ends_as_one_model:
         options |= {"evaluate": task.evaluate, "eval_dataset": task.eval_dataset}
