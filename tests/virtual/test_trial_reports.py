@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from outrider.virtual.trial_reports import (
     steps_of,
     stretch_overhead_ms,
     stretch_speed,
+    vary_apart,
 )
 
 
@@ -74,6 +76,34 @@ def test_the_mean_of_a_noisy_step_is_what_was_measured() -> None:
     speed = device_speed([(10, 8.0), (10, 12.0)] * 20)
     assert 0.15 < speed.jitter < 0.25
     assert speed.per_sample_ms * 10 < 10.0
+
+
+def test_what_slows_all_ranks_at_once_is_no_jitter_between_them() -> None:
+    reports = [report(window(10, ms), window(5, 2 * ms)) for ms in (8.0, 12.0, 9.0, 14.0, 8.0, 11.0)]
+    alone = [device_speed(steps_of(reports, rank)) for rank in (0, 1)]
+    assert all(speed.jitter > 0.2 for speed in alone)
+    apart = vary_apart(alone, reports)
+    assert [speed.jitter for speed in apart] == pytest.approx([0.0, 0.0], abs=1e-4)
+    assert [speed.step_ms(n) for speed, n in zip(apart, (10, 5), strict=True)] == pytest.approx(
+        [10.33, 20.67], rel=5e-3
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_jitter_of_each_rank_by_itself_stays(ranks: int) -> None:
+    generator = Random(1)
+    reports = [
+        report(*[window(10, 10.0 * math.exp(generator.gauss(0.0, 0.15))) for _ in range(ranks)]) for _ in range(2000)
+    ]
+    alone = [device_speed(steps_of(reports, rank)) for rank in range(ranks)]
+    assert [speed.jitter for speed in vary_apart(alone, reports)] == pytest.approx([0.15] * ranks, rel=0.05)
+
+
+def test_one_rank_or_few_reports_keep_their_jitter() -> None:
+    reports = [report(window(10, ms), window(10, ms)) for ms in (8.0, 12.0, 9.0)]
+    speeds = tuple(device_speed(steps_of(reports, rank)) for rank in (0, 1))
+    assert vary_apart(speeds, reports) == speeds
+    assert vary_apart(speeds[:1], reports * 9) == speeds[:1]
 
 
 def test_a_blocking_average_is_told_apart_from_steps_and_the_rest() -> None:

@@ -19,6 +19,7 @@ from outrider.virtual.simulator import DeviceSpeed, MeasuredCosts, Network, Outc
 from outrider.virtual.trial_reports import (
     ALONE,
     MeetingCost,
+    TrialReport,
     TrialReports,
     background_cost,
     device_speed,
@@ -28,6 +29,7 @@ from outrider.virtual.trial_reports import (
     steps_of,
     stretch_overhead_ms,
     stretch_speed,
+    vary_apart,
 )
 
 SCHEMA_VERSION = 1
@@ -184,11 +186,12 @@ def _measured(joint: Sequence[TrialReports]) -> dict[str, MeasuredCosts]:
     shared = [trial.of_kind("shared") for trial in joint if trial.of_kind("shared")]
     # Batch sizes differ between the policies of shared steps, which separates fixed from per-sample cost.
     steps = [[step for reports in shared for step in steps_of(reports, rank)] for rank in range(size)]
+    all_shared = [report for reports in shared for report in reports]
     costs = {}
     for policy in TRIAL_POLICIES:
         trial = by_policy[policy]
         if trial.of_kind("shared"):
-            costs[policy] = _shared_costs(trial, steps)
+            costs[policy] = _shared_costs(trial, steps, all_shared)
         elif trial.of_kind("average"):
             costs[policy] = _blocking_costs(trial)
         else:
@@ -221,16 +224,19 @@ def _epoch_end(trial: TrialReports) -> float:
     return epoch_end_ms(meetings, meeting_cost(meetings)) if meetings else 0.0
 
 
-def _shared_costs(trial: TrialReports, steps: Sequence[Sequence[tuple[int, float]]]) -> MeasuredCosts:
+def _shared_costs(
+    trial: TrialReports, steps: Sequence[Sequence[tuple[int, float]]], reports: Sequence[TrialReport]
+) -> MeasuredCosts:
+    """`steps` are those of each rank in all `reports` of shared steps."""
     cost = meeting_cost(trial.of_kind("shared"))
-    speeds = tuple(device_speed(own, overhead_ms=cost.overhead_ms) for own in steps)
+    speeds = vary_apart([device_speed(own, overhead_ms=cost.overhead_ms) for own in steps], reports)
     return MeasuredCosts(local=speeds, shared=speeds, average_ms=cost.average_ms, gradient_ms=cost.average_ms)
 
 
 def _blocking_costs(trial: TrialReports) -> MeasuredCosts:
     reports = trial.of_kind("average")
     cost = meeting_cost(reports)
-    speeds = _window_speeds(trial, "average", overhead_ms=cost.overhead_ms)
+    speeds = vary_apart(_window_speeds(trial, "average", overhead_ms=cost.overhead_ms), reports)
     return MeasuredCosts(local=speeds, shared=speeds, average_ms=cost.average_ms, gradient_ms=cost.average_ms)
 
 

@@ -179,6 +179,40 @@ def device_speed(observed: Sequence[tuple[int, float]], *, overhead_ms: float = 
     )
 
 
+def vary_apart(speeds: Sequence[DeviceSpeed], reports: Sequence[TrialReport]) -> tuple[DeviceSpeed, ...]:
+    """The same mean steps, with only the part of their jitter that differs between the ranks of a report.
+
+    What slows all ranks of a machine at once makes no rank wait for another. The simulator draws the jitter of each
+    rank by itself.
+    """
+    rows = [row for report in reports if (row := _deviations(speeds, report)) is not None]
+    size = len(speeds)
+    if size < 2 or len(rows) < LEAST_REPORTS:
+        return tuple(speeds)
+    apart = [[own - fmean(row) for own in row] for row in rows]
+    # The mean of N ranks takes 1/N of what they vary by themselves.
+    widened = math.sqrt(size / (size - 1))
+    jitters = [min(JITTER_MOST, widened * stdev(own)) for own in zip(*apart, strict=True)]
+    return tuple(_with_jitter(speed, jitter) for speed, jitter in zip(speeds, jitters, strict=True))
+
+
+def _deviations(speeds: Sequence[DeviceSpeed], report: TrialReport) -> list[float] | None:
+    """The logarithm of each rank's step over its usual time; None if any rank took no step."""
+    steps = [steps_of([report], rank) for rank in range(len(speeds))]
+    if not all(steps):
+        return None
+    ratios = [ms / speed.step_ms(samples) for speed, [(samples, ms)] in zip(speeds, steps, strict=True)]
+    return [math.log(min(ratio, HICCUP)) for ratio in ratios]
+
+
+def _with_jitter(speed: DeviceSpeed, jitter: float) -> DeviceSpeed:
+    """The speed with the same mean step."""
+    factor = math.exp((speed.jitter**2 - jitter**2) / 2)
+    return DeviceSpeed(
+        per_sample_ms=speed.per_sample_ms * factor, fixed_ms=speed.fixed_ms * factor, jitter=round(jitter, 4)
+    )
+
+
 def _jitter(ratios: Sequence[float]) -> float:
     logarithms = [math.log(ratio) for ratio in ratios]
     return min(JITTER_MOST, stdev(logarithms)) if len(logarithms) > 1 else 0.0
