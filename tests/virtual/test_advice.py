@@ -184,6 +184,21 @@ def test_in_a_loop_of_the_user_auto_leaves_all_work_to_the_first_device_only() -
     assert rates[0] > 2 * rates[1]
 
 
+def test_a_rank_that_gains_the_cores_of_others_is_forecast_alone() -> None:
+    """Alone each CPU rank has both cores and takes 8 ms, beside the other 14 ms: sharing takes 7.5 ms and more."""
+    devices = ["cpu", "cpu@0.9"]
+    solos = [solo("cpu", 8.0), solo("cpu@0.9", 9.0)]
+    trials = [joint(policy, {"cpu": 14.0, "cpu@0.9": 16.0}, average_ms=1.0) for policy in TRIAL_POLICIES]
+    loop = replace(WORK, may_rest=False)
+    rates = []
+    for work in (loop, replace(loop, options={"threads_per_rank": 1})):
+        cell = advise(solos, trials, work).cell("auto", devices)
+        assert cell is not None
+        rates.append((cell.samples_per_s, cell.share_by_rank[0]))
+    assert rates[0][0] > rates[1][0]
+    assert rates[0][1] > 0.9 > rates[1][1]
+
+
 def test_the_users_options_of_windows_are_those_of_the_forecast() -> None:
     work = replace(WORK, options={"anchor": 1})
     costly = {"cpu": 8.0, "cpu@0.5": 16.0}

@@ -7,7 +7,7 @@ and `advice_text` shows the result. Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -139,7 +139,10 @@ def advise(
     rates = [cell.samples_per_s for cell in cells]
     for ranks in _subsets(rates):
         for policy in TRAINING_POLICIES if costs else ():
-            outcome = simulate(policy, _scenario(policy, ranks, alone, costs[policy], workload))
+            scenario = _scenario(policy, ranks, alone, costs[policy], workload)
+            if _leaves_cores([devices[rank] for rank in ranks], workload):
+                scenario = replace(scenario, gains_alone=_gains_alone(ranks, alone, costs[policy], workload))
+            outcome = simulate(policy, scenario)
             memory = _memory(joint, policy)
             cells.append(_cell(devices, ranks, outcome, workload, memory=memory, end_ms=ends_ms[policy]))
     best = _best(cells)
@@ -281,6 +284,18 @@ def _scenario(
         only_alone=None if workload.may_rest else 0,
         samples_after=workload.total_samples - simulated,
     )
+
+
+def _leaves_cores(devices: Sequence[str], workload: TrainingWork) -> bool:
+    """Whether ranks that rest leave their cores to one that works: CPU ranks, unless the user set their threads."""
+    return sum(name.startswith("cpu") for name in devices) > 1 and workload.options.get("threads_per_rank") is None
+
+
+def _gains_alone(
+    ranks: Sequence[int], alone: Sequence[DeviceSpeed], costs: MeasuredCosts, workload: TrainingWork
+) -> tuple[float, ...]:
+    size = workload.batch_size
+    return tuple(max(1.0, costs.shared[rank].step_ms(size) / alone[rank].step_ms(size)) for rank in ranks)
 
 
 def _memory(joint: Sequence[TrialReports], policy: str) -> tuple[int | None, ...]:
