@@ -456,6 +456,49 @@ def test_the_only_rank_that_may_work_alone_stays_alone_whatever_is_measured() ->
     assert (splitter.lone, resumed.lone) == (0, 0)
 
 
+def test_before_a_rank_stays_alone_one_more_step_is_shared_in_which_local_steps_may_be_chosen() -> None:
+    splitter, other = (Splitter(world_size=2, may_rest=True, only_alone=0) for _ in range(2))
+    steps = 0
+    while splitter.soon_alone is None:
+        told(splitter, steps=1, exposed_ms=0.3)
+        steps += 1
+    assert (splitter.lone, splitter.stays_alone) == (None, False)
+    assert splitter.exact_rate is not None
+    told(splitter, steps=1, exposed_ms=0.3)
+    assert (splitter.lone, splitter.stays_alone, splitter.soon_alone) == (0, True, None)
+    # Where the segment ends with that step, as for local steps, nobody rests yet.
+    told(other, steps=steps, exposed_ms=0.3)
+    ranks = tuple(RankFacts(samples=TOTAL // 2, batches=1, compute_ms=5.0, exposed_ms=0.3) for _ in range(2))
+    assert other.learn(AverageReport(window=0, ranks=ranks, is_last=True)) == []
+    assert (other.lone, other.soon_alone) == (None, 0)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 1.0), (1.0, 0.9, 0.9)])
+def test_a_user_loop_takes_local_steps_at_once_where_they_beat_one_rank_alone(speeds: tuple[float, ...]) -> None:
+    """Over a slow link sharing loses; once rank 0 stays alone, it would be too late."""
+    outcome = simulate("auto", slow_link(speeds))
+    assert outcome.samples_per_s > 2 * 64 / 10e-3
+    assert min(outcome.samples_by_rank) > 0.2 * max(outcome.samples_by_rank)
+
+
+def test_rank_0_stays_alone_where_local_steps_promise_too_little() -> None:
+    outcome = simulate("auto", slow_link((1.0, 0.4)))
+    assert outcome.samples_by_rank[1] < 0.01 * outcome.samples_by_rank[0]
+
+
+def slow_link(speeds: tuple[float, ...]) -> Scenario:
+    """Steps of 10 ms at speed 1, gradients of 4 MB over 1 Gbit/s; in a user's own loop."""
+    return Scenario(
+        speeds=tuple(DeviceSpeed(per_sample_ms=0.125 / one, fixed_ms=2.0 / one, jitter=0.05) for one in speeds),
+        network=Network(bandwidth_bytes_per_s=1.25e8),
+        num_samples=64 * 2000,
+        batch_size=64,
+        global_batch_size=64,
+        model_bytes=4_000_000,
+        only_alone=0,
+    )
+
+
 def test_the_only_rank_goes_alone_without_a_trial_and_so_where_it_is_clearly_quicker() -> None:
     close, clear, others = Alone(only=0), Alone(only=0), Alone()
     for _ in range(200):

@@ -467,6 +467,23 @@ def test_measured_alone_a_rank_counts_without_its_gain_beside_others() -> None:
     assert (splitter.own_rates[0], splitter.rates_alone[0]) == (pytest.approx(10.0 / 1.5), pytest.approx(10.0))
 
 
+def test_beside_the_fastest_no_rank_counts_as_faster_alone_than_by_the_short_measurement() -> None:
+    """The fit of few steps says that rank 1 is twice as fast."""
+    rates = {}
+    for hints in (None, (1.0, 0.5)):
+        splitter = Splitter(world_size=2, may_rest=True)
+        if hints is not None:
+            splitter.hint(hints)
+        for _ in range(40):
+            parts = splitter.next(100).samples
+            costs = zip(parts, (0.2, 0.1), strict=True)
+            facts = [RankFacts(samples=n, batches=1, compute_ms=ms * n, exposed_ms=0.1) for n, ms in costs]
+            splitter.learn(AverageReport(window=0, ranks=tuple(facts)))
+        rates[hints] = splitter.rates_alone
+    assert rates[None] == pytest.approx((5.0, 10.0), rel=0.01)
+    assert rates[1.0, 0.5] == pytest.approx((5.0, 2.5), rel=0.01)
+
+
 def test_a_run_too_short_to_try_the_others_says_so() -> None:
     splitter = hinted(1.0, 0.1)
     splitter.begin(128, left=128 * 300)

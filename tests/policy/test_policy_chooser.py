@@ -27,6 +27,8 @@ class Measured:
     usual_samples: int = BATCH
     unshared_reason: str | None = None
     gain_alone: float = 1.0
+    soon_alone: int | None = None
+    stays_alone: bool = False
 
     @property
     def rates_alone(self) -> tuple[float, ...] | None:
@@ -147,6 +149,25 @@ def test_local_steps_must_beat_the_fastest_device_with_the_cores_of_those_that_r
     assert decision.reason.startswith("ranks share every step, 0.50x the fastest rank alone")
     [decision] = exact(PolicyChooser(world_size=2), replace(measured, gain_alone=1.0), steps=9)
     assert decision.value == "local"
+
+
+def test_local_steps_are_chosen_before_a_rank_stays_alone_or_never() -> None:
+    soon = Measured(1.0, (1.0, 1.0, 1.0, 1.0), soon_alone=0, candidates=(0,))
+    [decision] = exact(PolicyChooser(world_size=4), soon, steps=3)
+    assert decision.value == "local"
+    assert "as much per second as the fastest rank alone" in decision.reason
+    # Too small a promise is told once the rank is alone.
+    assert exact(PolicyChooser(world_size=4), replace(soon, own_rates=(1.0, 0.1, 0.1, 0.1)), steps=3) == []
+    chooser = PolicyChooser(world_size=4)
+    [decision] = exact(chooser, replace(soon, soon_alone=None, lone=0, stays_alone=True), steps=9)
+    assert chooser.is_exact
+    assert decision.reason.startswith("rank 0 alone is faster than sharing; local steps would learn")
+
+
+def test_who_stays_alone_beside_a_faster_device_is_told_to_name_that_one_first() -> None:
+    measured = Measured(0.4, (0.4, 1.0), lone=0, stays_alone=True, candidates=(0,))
+    [decision] = exact(PolicyChooser(world_size=2), measured, steps=9)
+    assert "alone is faster than sharing: name the device of rank 1 first, it is 2.5x as fast; local" in decision.reason
 
 
 def test_a_report_on_its_way_does_not_choose_local_steps_twice() -> None:

@@ -116,9 +116,12 @@ class Alone:
 
     @property
     def step_ms(self) -> float | None:
-        """Time of a usual batch in the current mode, shared or alone; None until it is measured."""
+        """Time of a usual batch in the current mode, shared or alone; None until it is measured.
+
+        Of a rank that stays alone the fitted time counts until then.
+        """
         if self.rank is not None:
-            return self._expected_ms if self._is_proven else None
+            return self._expected_ms if self._is_proven or self.stays else None
         return self._shared if len(self._shared_ms) == SHARED_STEPS else None
 
     @property

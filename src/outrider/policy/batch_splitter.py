@@ -205,12 +205,19 @@ class Splitter:
         self._may_rest = may_rest and world_size > 1 and shares is None and caps is None
         self._may_begin_alone = self._may_rest and not shares_first
         self._only_alone = only_alone
+        self._before_staying: str | None = None
+        """Why a rank works alone for good, until one more step is shared."""
         self._alone = Alone(longest_stretch_s=longest_stretch_s, only=only_alone)
 
     @property
     def lone(self) -> int | None:
         """The rank that takes whole batches alone from now on, while the others rest; None if all share."""
-        return self._alone.rank
+        return None if self._before_staying is not None else self._alone.rank
+
+    @property
+    def soon_alone(self) -> int | None:
+        """The rank that works alone for good after one more shared step, unless local steps are chosen before."""
+        return None if self._before_staying is None else self._alone.rank
 
     def may_work_alone(self, rank: int) -> bool:
         """Whether this rank may work alone while the others rest."""
@@ -223,7 +230,7 @@ class Splitter:
     @property
     def stays_alone(self) -> bool:
         """Whether a rank works alone until the end of the run."""
-        return self._alone.stays
+        return self.lone is not None and self._alone.stays
 
     @property
     def stretch(self) -> int:
@@ -299,6 +306,8 @@ class Splitter:
         `left` is the number of samples until the end of the run, if known.
         """
         self._num_steps += 1
+        if self._before_staying is not None:
+            return self._stay_alone(self._before_staying, report)
         is_first, self._has_shared = not self._has_shared, True
         if is_first or self._shares is not None:
             # The first step carries the warm-up of every device.
@@ -326,7 +335,7 @@ class Splitter:
             if reason is not None:
                 for model in self._models:
                     model.fit()
-                return [Decision("alone", self.lone, reason)]
+                return self._goes_alone(reason)
         if self._exploring_left and self._usual is not None and _samples(report) != self._usual.samples:
             # Splits are decided a few steps early; each one is tried in turn, and this step still has an earlier one.
             return []
@@ -367,9 +376,20 @@ class Splitter:
             return []
         steps_left = None if left is None else left / report.samples
         reason = self._alone.shared(report, self._costs(), report.samples, steps_left=steps_left)
-        if reason is None:
+        return [] if reason is None else self._goes_alone(reason)
+
+    def _stay_alone(self, why: str, report: AverageReport) -> list[Decision]:
+        """After one more shared step, in which local steps might have been chosen instead."""
+        if report.ends_segment:
             return []
-        return [Decision("alone", self.lone, reason)]
+        self._before_staying = None
+        return [Decision("alone", self.lone, why)]
+
+    def _goes_alone(self, reason: str) -> list[Decision]:
+        if not self._alone.stays:
+            return [Decision("alone", self.lone, reason)]
+        self._before_staying = reason
+        return []
 
     @property
     def usual_samples(self) -> int:
@@ -379,7 +399,8 @@ class Splitter:
     @property
     def exact_rate(self) -> float | None:
         """Samples per ms in the current mode, shared or one rank alone; None until that is measured."""
-        step_ms = None if self._exploring_left and self.lone is None else self._alone.step_ms
+        is_early = self._exploring_left and self.lone is None and self.soon_alone is None
+        step_ms = None if is_early else self._alone.step_ms
         return None if self._usual is None or not step_ms else self._usual.total / step_ms
 
     @property
@@ -404,8 +425,18 @@ class Splitter:
 
     @property
     def rates_alone(self) -> tuple[float, ...] | None:
-        """Samples per ms of each rank while the others rest and leave it their cores."""
-        return None if self.own_rates is None else self._alone.gained(self.own_rates)
+        """Samples per ms of each rank while the others rest and leave it their cores.
+
+        Times fitted to few steps may be far off; so no rank counts as faster, beside the fastest, than by the hints.
+        """
+        if self.own_rates is None:
+            return None
+        rates = self._alone.gained(self.own_rates)
+        if self._hints is None:
+            return rates
+        hinted = self._alone.gained(self._hints)
+        unit = rates[hinted.index(max(hinted))] / max(hinted)
+        return tuple(min(rate, unit * hint) for rate, hint in zip(rates, hinted, strict=True))
 
     def share(self, rank: int) -> float:
         """The rank's part of a batch; before the first one it follows the options or is equal."""

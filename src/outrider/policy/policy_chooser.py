@@ -87,12 +87,17 @@ class PolicyChooser:
         fastest = rates_alone.index(max(rates_alone))
         best_rate = rate if splitter.may_work_alone(fastest) else max(rate, *rates_alone)
         gain = local_rate * worth / best_rate
-        if gain < LEAST_GAIN:
-            return self._told_once(self._stays(splitter, gain))
-        if left is not None and left < LEAST_STEPS_LEFT * splitter.usual_samples:
-            return self._told_once(f"{self._stays(splitter, gain)}, but the run is nearly over")
+        # Loops of a user's own that have rested lag behind: local steps are chosen before that, or never.
+        is_too_late = splitter.stays_alone
+        is_nearly_over = left is not None and left < LEAST_STEPS_LEFT * splitter.usual_samples
+        if gain < LEAST_GAIN or is_too_late or is_nearly_over:
+            if splitter.soon_alone is not None:
+                return []
+            over = ", but the run is nearly over" if gain >= LEAST_GAIN and is_nearly_over else ""
+            return self._told_once(self._stays(splitter, gain) + over)
         self.fastest = fastest
-        than = "the fastest rank alone" if best_rate > rate or splitter.lone is not None else "shared steps"
+        is_alone = best_rate > rate or splitter.lone is not None or splitter.soon_alone is not None
+        than = "the fastest rank alone" if is_alone else "shared steps"
         reason = _promise(gain, local_rate / best_rate, worth, than=than)
         return [self._change(report, is_exact=False, reason=reason)]
 
@@ -103,6 +108,10 @@ class PolicyChooser:
         how = f"ranks share every step, {speed:.2f}x the fastest rank alone"
         if splitter.lone is not None:
             how = f"rank {splitter.lone} alone is faster than sharing"
+            if rates[splitter.lone] < CLEARLY_SLOWER * rates[fastest] and not splitter.may_work_alone(fastest):
+                how += (
+                    f": name the device of rank {fastest} first, it is {rates[fastest] / self._exact_rate:.2g}x as fast"
+                )
         elif speed < CLEARLY_SLOWER and not splitter.may_work_alone(fastest):
             how += f": give the run that device only{', or name it first' if fastest else ''}"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
