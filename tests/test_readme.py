@@ -60,6 +60,5 @@ def test_the_first_example_trains_two_ranks(tmp_path: Path) -> None:
     shares = [[float(share) for share in shown.strip("()").split(",")] for _, _, shown in epochs]
     assert len(losses) == 3
     assert losses[2] < losses[0]
-    # A rank may rest after the first steps, where sharing them with it does not pay.
+    # A rank may rest where sharing steps with it does not pay.
     assert all(len(by_rank) == 2 and sum(by_rank) == pytest.approx(1) for by_rank in shares)
-    assert min(shares[0]) > 0

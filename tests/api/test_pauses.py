@@ -49,7 +49,7 @@ def test_pauses_for_checkpoints_use_every_sample_once_per_epoch(
     assert used(tmp_path) == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
     assert [(epoch.samples, epoch.is_complete) for epoch in trained.epochs] == [(NUM_SAMPLES, True)] * 2
     in_epochs = [event for event in events(trained.run_dir, "checkpoint") if event["position"]]
-    assert len(in_epochs) > 2
+    assert in_epochs
 
 
 def stop_soon(run: outrider.Run, folder: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.rank.driver import Driver
 from outrider.rank.epoch_end import TRIED_TIMES, EpochEnd
+from outrider.rank.host_threads import HostThreads
 from outrider.rank.shared_evaluation import Evaluation, EvaluationSums
 from outrider.record.epoch_metrics import RankAccount
 from outrider.timeline.activity import Activity
@@ -32,6 +33,7 @@ class BehindDriver:
     lags = True
     lead: str | None = "rank 1"
     activity = Activity()
+    threads = HostThreads()
 
     def catch_up(self, *, is_training: bool = True) -> float:
         self.lags, self.lead = False, None

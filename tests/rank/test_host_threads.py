@@ -16,6 +16,7 @@ from outrider.machine.devices import num_cores
 from outrider.rank import device_speed
 from outrider.rank.device_speed import GAIN_PART, gains_alone
 from outrider.rank.host_threads import HostThreads
+from outrider.replica.compiled import has_compiled_parts
 from outrider.world.world import World
 
 
@@ -43,6 +44,20 @@ def test_a_rank_takes_the_cores_of_others_and_gives_them_back() -> None:
 def test_threads_that_nobody_else_has_are_left_as_they_are() -> None:
     torch.set_num_threads(2)
     HostThreads(1, 1).work_alone()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_number_that_the_users_code_has_set_stays() -> None:
+    threads = HostThreads(1, 3)
+    torch.set_num_threads(2)
+    threads.work_alone()
+    assert torch.get_num_threads() == 2
+    threads.work_beside_others()
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    threads.work_alone()
+    torch.set_num_threads(2)
+    threads.work_beside_others()
     assert torch.get_num_threads() == 2
 
 
@@ -83,6 +98,19 @@ def test_who_works_alone_has_all_cores_of_the_host(tmp_path: Path) -> None:
 def test_threads_that_the_user_set_stay(tmp_path: Path) -> None:
     record = trained(tmp_path, threads_per_rank=1)
     assert [epoch["logged"]["threads"] for epoch in record["epochs"]] == [1.0, 1.0]
+
+
+def test_a_recorded_run_keeps_its_threads_so_that_a_replay_repeats_its_sums(tmp_path: Path) -> None:
+    record = trained(tmp_path, record_schedule=True)
+    assert [epoch["logged"]["threads"] for epoch in record["epochs"]] == [float(max(1, num_cores() // 2))] * 2
+
+
+def test_code_compiled_for_a_number_of_threads_is_found() -> None:
+    compiled = nn.Linear(2, 2)
+    compiled.compile()
+    assert has_compiled_parts(nn.Sequential(nn.Linear(2, 2), compiled))
+    assert has_compiled_parts(nn.Sequential(torch.compile(nn.Linear(2, 2))))
+    assert not has_compiled_parts(nn.Sequential(nn.Linear(2, 2)))
 
 
 class ToldWorld:

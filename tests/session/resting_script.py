@@ -112,6 +112,7 @@ def train(folder: Path, case: str, devices: str) -> None:
         if case == "other form" and not s.is_main:
             optimizers[0].param_groups[0]["foreach"] = True
         for epoch in s.epochs(EPOCHS):
+            losses: list[float] = []
             for number, (x, y, index) in enumerate(s.batches(data(), batch_size=BATCH)):
                 used += index.tolist() if s.batch_samples else []
                 if case == "freezing" and s.global_step == 30:
@@ -133,6 +134,7 @@ def train(folder: Path, case: str, devices: str) -> None:
                     loss = loss * (1 + number / 41)
                 if case == "own teacher":
                     loss = loss + (model(x) - teacher(x)).square().mean()
+                losses.append(loss.item())
                 s.backward(loss)
                 if is_step_due(case, seen=s.batches_seen, number=number):
                     for optimizer in own_steps(case, optimizers, number=number):
@@ -147,6 +149,8 @@ def train(folder: Path, case: str, devices: str) -> None:
                         slow.data.lerp_(quick.data, 0.1)
                 if case == "break" and epoch == 1 and s.is_main and s.samples_seen >= (SIZE + 12 * BATCH):
                     break
+            if case == "own mean":
+                outputs.append(sum(losses) / len(losses))
             outputs.append(model(data().tensors[0]).sum().item())
         seen = s.samples_seen
     tensors = [*model.state_dict().values(), *ema.module.state_dict().values()]

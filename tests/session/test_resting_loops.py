@@ -124,6 +124,11 @@ def test_nothing_is_said_of_rests(told: Callable[[str, str], Told]) -> None:
     assert [told(case, "cpu,cpu").stderr for case in cases] == [""] * len(cases)
 
 
+def test_a_rank_without_batches_is_told_why_its_own_mean_fails(told: Callable[[str, str], Told]) -> None:
+    with pytest.raises(AssertionError, match=r"ZeroDivisionError(.|\n)*on rank 1 (.|\n)*rank 0 trained alone in the"):
+        told("own mean", "cpu,cpu")
+
+
 def test_a_mistake_of_rank_0_alone_ends_the_run_with_its_rank_and_step(told: Callable[[str, str], Told]) -> None:
     with pytest.raises(AssertionError, match=r"ValueError: the user's own mistake(.|\n)*on rank 0 \(cpu\), step 25"):
         told("raising", "cpu,cpu")

@@ -234,6 +234,11 @@ class Session:
         if run.replica is not None:
             run.link.step = run.replica.steps
             error.add_note(f"outrider: on rank {self.rank} ({run.world.spec}), step {run.replica.steps}")
+            if run.has_rested and not self.is_main:
+                error.add_note(
+                    "outrider: rank 0 trained alone in the last pass, so this rank may have had no batch: sums of your "
+                    "own are empty here; s.metrics.loss is the mean of all ranks"
+                )
         if run.is_recorded and self.is_main:
             status = "interrupted" if is_interruption(error, run.link) else "failed"
             close_record(run.folder, status=status, error=as_ours(error, run.link))

@@ -219,6 +219,11 @@ class Splitter:
         """The rank that works alone for good after one more shared step, unless local steps are chosen before."""
         return None if self._before_staying is None else self._alone.rank
 
+    @property
+    def may_rest(self) -> bool:
+        """Whether ranks may rest while one works alone."""
+        return self._may_rest
+
     def may_work_alone(self, rank: int) -> bool:
         """Whether this rank may work alone while the others rest."""
         return self._may_rest and self._only_alone in (None, rank)
@@ -259,13 +264,12 @@ class Splitter:
         is_known = self._hints or self._shares or any(model.is_known for model in self._models)
         return self._world_size > 1 and not is_known
 
-    def hint(self, speeds: Sequence[float], *, gains_alone: Sequence[float] | None = None) -> None:
+    def hint(self, speeds: Sequence[float], *, gains_alone: Sequence[float] = ()) -> None:
         """Split the first batches by speeds that were measured, not given by the user.
 
         `gains_alone`: how many times as fast each rank works while the others rest, if they leave it their cores.
         """
-        if gains_alone is not None:
-            self._alone.gains = tuple(gains_alone)
+        self._alone.gains = tuple(gains_alone)
         self._hints = proportions("speeds", speeds, world_size=self._world_size)
         self._hinted_by = f"by a short measurement of the devices: {', '.join(f'{speed:.2f}' for speed in speeds)}"
 
@@ -427,7 +431,8 @@ class Splitter:
     def rates_alone(self) -> tuple[float, ...] | None:
         """Samples per ms of each rank while the others rest and leave it their cores.
 
-        Times fitted to few steps may be far off; so no rank counts as faster, beside the fastest, than by the hints.
+        Times fitted to few steps may be far off; so no rank counts as faster, beside the fastest, than by the hints,
+        unless it was measured alone.
         """
         if self.own_rates is None:
             return None
@@ -436,7 +441,8 @@ class Splitter:
             return rates
         hinted = self._alone.gained(self._hints)
         unit = rates[hinted.index(max(hinted))] / max(hinted)
-        return tuple(min(rate, unit * hint) for rate, hint in zip(rates, hinted, strict=True))
+        limits = [math.inf if rank == self.lone else unit * hint for rank, hint in enumerate(hinted)]
+        return tuple(map(min, rates, limits))
 
     def share(self, rank: int) -> float:
         """The rank's part of a batch; before the first one it follows the options or is equal."""
@@ -457,6 +463,7 @@ class Splitter:
             "decided": self._decided and list(self._decided),
             "split": split and {"samples": list(split.samples), "reason": split.reason},
             "alone": self._alone.state(),
+            "before_staying": self._before_staying,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -476,6 +483,7 @@ class Splitter:
         alone = state.get("alone")
         if alone is not None and (alone["rank"] is None or self.may_work_alone(alone["rank"])):
             self._alone.restore(alone)
+            self._before_staying = state.get("before_staying")
 
     def _refit(self) -> list[Decision]:
         for model in self._models:

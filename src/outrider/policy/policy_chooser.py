@@ -106,13 +106,14 @@ class PolicyChooser:
         fastest = rates.index(max(rates))
         speed = self._exact_rate / rates[fastest]
         how = f"ranks share every step, {speed:.2f}x the fastest rank alone"
+        is_other_better = speed < CLEARLY_SLOWER and not splitter.may_work_alone(fastest)
         if splitter.lone is not None:
-            how = f"rank {splitter.lone} alone is faster than sharing"
-            if rates[splitter.lone] < CLEARLY_SLOWER * rates[fastest] and not splitter.may_work_alone(fastest):
-                how += (
-                    f": name the device of rank {fastest} first, it is {rates[fastest] / self._exact_rate:.2g}x as fast"
-                )
-        elif speed < CLEARLY_SLOWER and not splitter.may_work_alone(fastest):
+            # A rank that stays alone was not measured alone before.
+            is_faster = "is expected to be" if splitter.stays_alone else "is"
+            how = f"rank {splitter.lone} alone {is_faster} faster than sharing"
+            if is_other_better:
+                how += f": name the device of rank {fastest} first, it is {1 / speed:.2g}x as fast"
+        elif is_other_better:
             how += f": give the run that device only{', or name it first' if fastest else ''}"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
         return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"

@@ -71,7 +71,7 @@ class Averages(Protocol):
     def correct(self) -> Settled: ...
     def confer(self, samples: int, facts: Sequence[float]) -> Settled: ...
     def gather(self, value: float) -> list[float]: ...
-    def hand_over(self, source: int, *, at: int, after_rest: bool = False) -> None: ...
+    def hand_over(self, source: int, *, at: int) -> None: ...
     def move_to_lookahead(self) -> None: ...
     def move_to_average(self) -> None: ...
     def wait_for_device(self) -> None: ...
@@ -316,14 +316,11 @@ class GroupAverages:
         """A number of each rank, exact up to 48 bits."""
         return [row[0] for row in self._broadcast.facts([value])]
 
-    def hand_over(self, source: int, *, at: int, after_rest: bool = False) -> None:
-        """Copy the state of `source` to all ranks, as if they had taken its steps.
-
-        After a rest this includes what a user's loop keeps besides parameters and optimizer state.
-        """
+    def hand_over(self, source: int, *, at: int) -> None:
+        """Copy the state of `source` to all ranks, as if they had taken its steps."""
         replica = self._replica
         is_source = replica.rank == source
-        own = state_transfer.pack(replica, with_loop=after_rest) if is_source else state_transfer.Cargo(0, b"", ())
+        own = state_transfer.pack(replica) if is_source else state_transfer.Cargo(0, b"", ())
         received = self._broadcast.everything(
             source,
             facts=[own.steps],

@@ -504,12 +504,13 @@ class Driver:
 
         All ranks call this. If `is_training`, the time is charged like that of an average.
         """
+        self.threads.work_beside_others()
         if self._lead is None:
             return 0.0
         lead, self._lead = self._lead, None
         started_s = time.perf_counter()
         with self.activity.during("average"):
-            self.averages.hand_over(lead.source, at=lead.at, after_rest=lead.after_rest)
+            self.averages.hand_over(lead.source, at=lead.at)
         self.num_rests += lead.after_rest
         self._led_by = None if self._may_lag else lead.source
         elapsed_s = time.perf_counter() - started_s

@@ -12,7 +12,10 @@ import torch
 
 
 class HostThreads:
-    """Switches between the threads of a rank that works beside others and of one that works alone."""
+    """Switches between the threads of a rank that works beside others and of one that works alone.
+
+    A number that the user's code has set stays.
+    """
 
     def __init__(self, beside_others: int = 1, alone: int = 1) -> None:
         self._beside_others, self._alone = beside_others, alone
@@ -44,5 +47,6 @@ class HostThreads:
         if is_alone is self._is_alone:
             return
         self._is_alone = is_alone
-        if self._alone != self._beside_others:
-            torch.set_num_threads(self._alone if is_alone else self._beside_others)
+        before, after = (self._beside_others, self._alone) if is_alone else (self._alone, self._beside_others)
+        if before != after and torch.get_num_threads() == before:
+            torch.set_num_threads(after)

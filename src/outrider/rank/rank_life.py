@@ -181,7 +181,7 @@ class RankLife:
             meter=meter,
             recorder=self.recorder,
             border=SegmentBorder(self.world),
-            threads=HostThreads(self.link.num_threads, self.link.num_threads_alone),
+            threads=self._host_threads(replica),
             may_lag=may_lag,
             stop_requested=stop_requested,
             pause_due=pause_due,
@@ -190,6 +190,11 @@ class RankLife:
             on_report=self._keep_report if self.is_trial else self._track_report,
         )
         self.accounting = EpochAccounting(self.driver, replica, self.world, recorder=self.recorder)
+
+    def _host_threads(self, replica: RankReplica) -> HostThreads:
+        """The threads of this rank; always as many if code is compiled for their number, or a replay repeats steps."""
+        own, alone = self.link.num_threads, self.link.num_threads_alone
+        return HostThreads(own, own if replica.is_compiled or self.config.record_schedule else alone)
 
     def _keep_report(self, kind: str, report: AverageReport) -> None:
         assert self._trial_log is not None
@@ -238,8 +243,10 @@ class RankLife:
     def _measure_devices(self) -> None:
         """Measure the devices before the first step, as hints for planners and splitter; all ranks call this."""
         speeds = speeds_of_all(self.world)
-        gains = gains_alone(self.world, self.driver.threads, fastest=speeds.index(max(speeds)))
-        more = {"gains_alone": [round(gain, 3) for gain in gains]} if max(gains) > 1 else {}
+        gains: tuple[float, ...] = ()
+        if self.splitter.may_rest:
+            gains = gains_alone(self.world, self.driver.threads, fastest=speeds.index(max(speeds)))
+        more = {"gains_alone": [round(gain, 3) for gain in gains]} if max(gains, default=1.0) > 1 else {}
         self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds], **more)
         self.splitter.hint(speeds, gains_alone=gains)
         self._speeds = speeds

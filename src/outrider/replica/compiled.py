@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from outrider.replica.recipe import StepFunction
@@ -28,3 +29,8 @@ class CompiledStep:
 
     def for_samples(self, samples: int) -> StepFunction:
         return self._compiled if samples == self._samples else self._plain
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the user has compiled the model or a part of it."""
+    return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())

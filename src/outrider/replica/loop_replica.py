@@ -20,6 +20,7 @@ from outrider.average.arena_layout import ArenaLayout
 from outrider.data import randomness
 from outrider.errors import ConfigError
 from outrider.replica.averaging_compensation import compensate
+from outrider.replica.compiled import has_compiled_parts
 from outrider.replica.finite import FiniteCheck, check_update
 from outrider.replica.foreign_averages import refuse_wrapped, watch_wrapping
 from outrider.replica.logged_scalars import LoggedScalars
@@ -116,6 +117,11 @@ class LoopReplica:
     def can_overlap(self) -> bool:
         """Whether the all-reduce may overlap: scaled gradients must be unscaled first, accumulated ones complete."""
         return not self.scales_gradients and all(one.grad is None for one in self.arena.parameters)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch has compiled the model, for a fixed number of threads."""
+        return any(map(has_compiled_parts, self.models))
 
     @property
     def scales_gradients(self) -> bool:

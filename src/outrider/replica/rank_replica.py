@@ -46,6 +46,11 @@ class RankReplica(Protocol):
     def learning_rate(self) -> float: ...
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether torch has compiled the model or the step, for a fixed number of threads."""
+        ...
+
+    @property
     def can_overlap(self) -> bool:
         """Whether the all-reduce of gradients may begin while the backward pass still computes others."""
         ...

@@ -287,8 +287,9 @@ def _scenario(
 
 
 def _leaves_cores(devices: Sequence[str], workload: TrainingWork) -> bool:
-    """Whether ranks that rest leave their cores to one that works: CPU ranks, unless the user set their threads."""
-    return sum(name.startswith("cpu") for name in devices) > 1 and workload.options.get("threads_per_rank") is None
+    """Whether ranks that rest leave their cores to one that works: CPU ranks, unless the number of threads is fixed."""
+    is_fixed = workload.options.get("threads_per_rank") is not None or workload.options.get("execution") == "compile"
+    return sum(name.startswith("cpu") for name in devices) > 1 and not is_fixed
 
 
 def _gains_alone(

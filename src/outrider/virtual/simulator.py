@@ -242,7 +242,7 @@ class _SimulatedWorld:
         self._chooser = _OneForAllChooser(world_size=self._size)
         speeds = relative_speeds([1 / one.step_ms(scenario.batch_size) for one in scenario.speeds])
         self._planner.hint(speeds)
-        self._splitter.hint(speeds, gains_alone=scenario.gains_alone)
+        self._splitter.hint(speeds, gains_alone=scenario.gains_alone or ())
         self._costs = _costs(policy, scenario)
         self.clocks = [RankClock() for _ in scenario.speeds]
         self.windows = 0

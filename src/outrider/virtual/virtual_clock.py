@@ -203,9 +203,7 @@ class VirtualClock:
             EndSegment: self._end_segment,
             AwaitOthers: self._await_others,
             LeaveOpen: self._leave_open,
-            Note: self._nothing,
-            Expect: self._nothing,
-            Rest: self._nothing,
+            **dict.fromkeys((Note, Expect, Rest), self._nothing),
         }
 
     def run(self) -> None:
