@@ -58,7 +58,6 @@ OF_THE_LOOP = [
     "backward",
     "batch_samples",
     "batches",
-    "batches_seen",
     "close",
     "device",
     "devices",

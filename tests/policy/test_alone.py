@@ -473,6 +473,34 @@ def test_before_a_rank_stays_alone_one_more_step_is_shared_in_which_local_steps_
     assert (other.lone, other.soon_alone) == (None, 0)
 
 
+@pytest.mark.parametrize("steps", [3, 64])
+def test_after_local_steps_the_only_rank_that_may_work_alone_does_and_says_why(steps: int) -> None:
+    """Also if it was about to stay alone when local steps were chosen."""
+    splitter, resumed = (Splitter(world_size=2, may_rest=True, only_alone=0) for _ in range(2))
+    while splitter.soon_alone is None and steps:
+        told(splitter, steps=1, exposed_ms=0.3)
+        steps -= 1
+    before = splitter.soon_alone
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    assert resumed.soon_alone == before
+    assert [one.stay_alone() for one in (splitter, resumed)] == [0, 0]
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    for one in (splitter, resumed):
+        assert (one.lone, one.stays_alone, one.soon_alone) == (0, True, None)
+        assert one.unshared_reason == (
+            "rank 0 works alone: loops that trained on batches of their own share no steps again"
+        )
+        assert [one.learn_alone(stretch(ms=50.0, batches=64)) for _ in range(9)] == [[]] * 9
+
+
+def test_after_local_steps_all_share_again_where_any_rank_or_none_may_work_alone() -> None:
+    forbidden = Splitter(world_size=2, may_rest=True, only_alone=0)
+    forbidden.share_always()
+    for splitter in (forbidden, Splitter(world_size=2, may_rest=True)):
+        told(splitter, steps=3, exposed_ms=0.3)
+        assert (splitter.stay_alone(), splitter.stays_alone, splitter.unshared_reason) == (None, False, None)
+
+
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 1.0), (1.0, 0.9, 0.9)])
 def test_a_user_loop_takes_local_steps_at_once_where_they_beat_one_rank_alone(speeds: tuple[float, ...]) -> None:
     """Over a slow link sharing loses; once rank 0 stays alone, it would be too late."""

@@ -229,6 +229,7 @@ MAY_NAME = {
     "bench/scaling/finding.py": "which policies to recommend first",
     "cli/iteration.py": "the default of its --policy",
     "bench/comparison/comparison_runs.py": "solo runs take the policy that costs one device least",
+    "api/session.py": "a hint that recommends a policy",
     "virtual/advice.py": "which short runs measure shared steps, and which averages in the background",
     "rank/loop_place.py": "a hint that recommends policies",
     "rank/memory_needs.py": "a way out that recommends a policy",

@@ -80,7 +80,7 @@ def is_step_due(case: str, *, seen: int, number: int) -> bool:
     if case == "two habits":
         return seen % 4 == 3 or (seen < 43 and seen % 2 == 1)
     every = {"accumulating": 4, "own counter": 3}.get(case, 1)
-    return (number if case == "own counter" else seen) % every == every - 1
+    return number % every == every - 1
 
 
 def own_steps(case: str, optimizers: list[torch.optim.Optimizer], *, number: int) -> list[torch.optim.Optimizer]:
@@ -136,13 +136,14 @@ def train(folder: Path, case: str, devices: str) -> None:
                     loss = loss + (model(x) - teacher(x)).square().mean()
                 losses.append(loss.item())
                 s.backward(loss)
-                if is_step_due(case, seen=s.batches_seen, number=number):
+                if is_step_due(case, seen=s.samples_seen // BATCH, number=number):
                     for optimizer in own_steps(case, optimizers, number=number):
                         optimizer.step() if scaler is None else scaler.step(optimizer)
                         optimizer.zero_grad()
                     if scaler is not None:
                         scaler.update()
-                    ema.update()
+                    if case != "late mean" or epoch:
+                        ema.update()
                     if own is not None:
                         own.step()
                     for slow, quick in zip(teacher.parameters(), model.parameters(), strict=True):

@@ -25,12 +25,13 @@ from outrider.policy import PolicyChooser, PolicySpec
 from outrider.policy.policies.auto import auto
 
 size, batch_size, epochs, folder, changes = *map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5])
+may_rest = sys.argv[6] == "may rest"
 
 class Restless(PolicyChooser):
     count, left = 0, changes
 
     def learn_exact(self, report, splitter, left):
-        return self.counted(report, 9)
+        return self.counted(report, 3 if may_rest else 9)
 
     def learn_local(self, report, planner):
         return self.counted(report, 5)
@@ -55,7 +56,8 @@ inputs = torch.randn(size, 6, generator=generator)
 data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(size))
 torch.manual_seed(0)
 body, head = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()), nn.Linear(16, 2)
-with outrider.Session(devices="cpu,cpu@0.5", policy=policy, anchor=2, shares=(0.5, 0.5), run_dir=f"{folder}/run") as s:
+options = {} if may_rest else {"shares": (0.5, 0.5)}
+with outrider.Session(devices="cpu,cpu@0.5", policy=policy, anchor=2, run_dir=f"{folder}/run", **options) as s:
     optimizers = [torch.optim.Adam(body.parameters(), lr=0.02)]
     optimizers += [torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
     s.prepare(body, head, *optimizers)
@@ -82,11 +84,12 @@ with outrider.Session(devices="cpu,cpu@0.5", policy=policy, anchor=2, shares=(0.
 """
 
 
-def run(folder: Path, *, changes: int) -> list[dict[str, Any]]:
+def run(folder: Path, *, changes: int, may_rest: bool = False) -> list[dict[str, Any]]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     numbers = [str(number) for number in (SIZE, BATCH, EPOCHS)]
-    subprocess.run([sys.executable, str(script), *numbers, str(folder), str(changes)], check=True, timeout=240)
+    told = [str(folder), str(changes), "may rest" if may_rest else "share"]
+    subprocess.run([sys.executable, str(script), *numbers, *told], check=True, timeout=240)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -105,3 +108,13 @@ def test_every_sample_is_used_once_per_epoch_and_the_ranks_end_with_one_model(tm
         assert all(rank["was_local"] for rank in ranks)
         assert ranks[0]["settings"] == ranks[1]["settings"]
         assert ranks[0]["tensors"] == ranks[1]["tensors"]
+
+
+def test_after_local_steps_rank_0_trains_alone(tmp_path: Path) -> None:
+    """The loops have counted batches of their own, so they share no steps again."""
+    ranks = run(tmp_path, changes=2, may_rest=True)
+    assert decisions(tmp_path)[:2] == ["local", "exact"]
+    assert sum((Counter(rank["used"]) for rank in ranks), Counter()) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+    assert 0 < len(ranks[1]["used"]) < SIZE < len(ranks[0]["used"])
+    assert ranks[0]["settings"] == ranks[1]["settings"] == [[0.1, 0.9]]
+    assert ranks[0]["tensors"] == ranks[1]["tensors"]

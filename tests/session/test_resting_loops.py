@@ -70,6 +70,7 @@ CASES = (
     "other form",
     "checkpoints",
     "loss scale",
+    "late mean",
 )
 LAGGING = ("own schedule", "late schedule", "own counter", "own weight", "own teacher", "own turns")
 """Loops that count the batches of their rank, or have a copy of their own: on ranks that rest these stand still."""

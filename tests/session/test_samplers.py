@@ -137,6 +137,18 @@ def test_the_record_has_the_sizes_of_all_passes(tmp_path: Path) -> None:
     assert options["batch_sampler"] == {"name": "Growing", "batches": 1, "samples": 3}
 
 
+def test_the_record_of_plain_passes_after_those_of_a_batch_sampler_is_plain(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    with outrider.Session(devices="cpu", run_dir=tmp_path) as s:
+        s.prepare(model, torch.optim.SGD(model.parameters(), 1e-6))
+        for data, size in ((DataLoader(NUMBERS, batch_sampler=Buckets()), None), (NUMBERS, 4)):
+            for _ in s.batches(data, **({} if size is None else {"batch_size": size})):
+                pass
+    options = json.loads((tmp_path / "record.json").read_text())["options"]
+    assert "batch_sampler" not in options
+    assert 4 in options["batch_size"]
+
+
 def test_workers_read_the_batches_of_a_batch_sampler(tmp_path: Path) -> None:
     data = [(torch.tensor([float(number)]),) for number in range(20)]
     (got,) = passes_of(tmp_path, DataLoader(data, batch_sampler=Buckets(), num_workers=1))  # type: ignore[arg-type]

@@ -235,6 +235,23 @@ def test_a_schedule_per_epoch_ticks_with_each_pass_where_passes_are_epochs(tmp_p
     assert schedule.last_epoch == 3
 
 
+def test_a_schedule_per_epoch_goes_on_in_a_second_loop_over_epochs(tmp_path: Path) -> None:
+    """As in fine-tuning that trains the head first."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+    told = []
+    with outrider.Session(devices="cpu", run_dir=tmp_path) as s:
+        s.prepare(model, optimizer, schedule, per="epoch")
+        for count in (2, 3):
+            for _ in s.epochs(count):
+                for batch in s.batches(torch.ones(8, 1), batch_size=8):
+                    told.append(schedule.last_epoch)
+                    s.step(model(batch).mean())
+    assert told == [0, 1, 2, 3, 4]
+    assert schedule.last_epoch == 5
+
+
 def test_a_checkpoint_keeps_the_number_of_batches_per_step(tmp_path: Path) -> None:
     assert rates_of(tmp_path, "optimizer-step", checkpoint_every=1) == [0, 1, 2, 3]
     model = nn.Linear(1, 1)

@@ -86,7 +86,7 @@ def plain(policy: str) -> None:
 
 
 def leaving(policy: str) -> None:
-    """Rank 1 breaks out of the first epoch; everybody goes on with the second."""
+    """Rank 1 breaks out of the first epoch; everybody changes the rate and goes on with the second."""
     train_set = data()
     model = make_model()
     optimizer = make_optimizer(model.parameters())
@@ -101,7 +101,9 @@ def leaving(policy: str) -> None:
                 if epoch == 0 and s.rank == 1 and count == 3:
                     break
             counts.append(count)
-        save(s, "leaving", model, counts=counts)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        save(s, "leaving", model, counts=counts, rate=optimizer.param_groups[0]["lr"])
 
 
 def failing(policy: str) -> None:

@@ -46,6 +46,7 @@ from outrider.record.epoch_metrics import EpochMetrics
 from outrider.record.run_folder import RunFolder, check_ending, new_run_dir
 from outrider.record.run_record import close_record
 from outrider.record.run_timeline import complete_timeline
+from outrider.replica.out_of_memory import is_out_of_memory
 from outrider.replica.schedule_ticks import TickPer
 from outrider.timeline.sampler import Sampler
 from outrider.watch.watch_child import WatchChild, open_page, wants_page
@@ -234,6 +235,10 @@ class Session:
         if run.replica is not None:
             run.link.step = run.replica.steps
             error.add_note(f"outrider: on rank {self.rank} ({run.world.spec}), step {run.replica.steps}")
+            if run.world.size > 1 and run.recipe.policy_spec.switches and is_out_of_memory(error):
+                error.add_note(
+                    'outrider: with policy="auto" a rank may take whole batches; policy="balanced" always divides them'
+                )
             if run.has_rested and not self.is_main:
                 error.add_note(
                     "outrider: rank 0 trained alone in the last pass, so this rank may have had no batch: sums of your "
@@ -364,12 +369,6 @@ class Session:
         """
         replica = self._joined().replica
         return 0 if replica is None else replica.counts.steps.at(self.samples_seen)
-
-    @property
-    def batches_seen(self) -> int:
-        """`samples_seen` in batches of one device: use it in place of a counter of your own to accumulate gradients."""
-        replica = self._joined().replica
-        return 0 if replica is None else replica.counts.batches.at(self.samples_seen)
 
     @property
     def batch_samples(self) -> int:

@@ -152,6 +152,11 @@ class Alone:
         self.is_unshared = is_unshared
         return True
 
+    def stay(self, rank: int) -> None:
+        """Let the only rank that may work alone do so until the end of the run, if it does not yet."""
+        if self.rank is None:
+            self._enter(rank, 0.0)
+
     def gain(self, rank: int) -> float:
         """How many times as fast the rank is expected to be while others rest."""
         return self.gains[rank] if self.gains else 1.0

@@ -207,6 +207,7 @@ class Splitter:
         self._only_alone = only_alone
         self._before_staying: str | None = None
         """Why a rank works alone for good, until one more step is shared."""
+        self._follows_local = False
         self._alone = Alone(longest_stretch_s=longest_stretch_s, only=only_alone)
 
     @property
@@ -236,6 +237,17 @@ class Splitter:
     def stays_alone(self) -> bool:
         """Whether a rank works alone until the end of the run."""
         return self.lone is not None and self._alone.stays
+
+    def stay_alone(self) -> int | None:
+        """After local steps, let the only rank that may work alone do so until the end of the run; returns that rank.
+
+        Loops that have trained on batches of their own count differently, so their gradients are not shared again.
+        """
+        if self._only_alone is None or not self._may_rest:
+            return None
+        self._before_staying, self._follows_local = None, True
+        self._alone.stay(self._only_alone)
+        return self._only_alone
 
     @property
     def stretch(self) -> int:
@@ -409,7 +421,9 @@ class Splitter:
 
     @property
     def unshared_reason(self) -> str | None:
-        """Why one rank works alone although sharing was never tried; None if it was tried or will be."""
+        """Why one rank works alone whatever sharing would bring; None if both were or will be compared."""
+        if self._follows_local and self.lone is not None:
+            return f"rank {self.lone} works alone: loops that trained on batches of their own share no steps again"
         if not self._alone.is_unshared or self._hints is None:
             return None
         helps = self._help_in_words("its speed")
@@ -464,6 +478,7 @@ class Splitter:
             "split": split and {"samples": list(split.samples), "reason": split.reason},
             "alone": self._alone.state(),
             "before_staying": self._before_staying,
+            "follows_local": self._follows_local,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -484,6 +499,7 @@ class Splitter:
         if alone is not None and (alone["rank"] is None or self.may_work_alone(alone["rank"])):
             self._alone.restore(alone)
             self._before_staying = state.get("before_staying")
+            self._follows_local = state.get("follows_local", False)
 
     def _refit(self) -> list[Decision]:
         for model in self._models:

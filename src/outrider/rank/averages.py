@@ -71,7 +71,7 @@ class Averages(Protocol):
     def correct(self) -> Settled: ...
     def confer(self, samples: int, facts: Sequence[float]) -> Settled: ...
     def gather(self, value: float) -> list[float]: ...
-    def hand_over(self, source: int, *, at: int) -> None: ...
+    def hand_over(self, source: int, *, at: int, with_loop: bool = True) -> None: ...
     def move_to_lookahead(self) -> None: ...
     def move_to_average(self) -> None: ...
     def wait_for_device(self) -> None: ...
@@ -316,11 +316,14 @@ class GroupAverages:
         """A number of each rank, exact up to 48 bits."""
         return [row[0] for row in self._broadcast.facts([value])]
 
-    def hand_over(self, source: int, *, at: int) -> None:
-        """Copy the state of `source` to all ranks, as if they had taken its steps."""
+    def hand_over(self, source: int, *, at: int, with_loop: bool = True) -> None:
+        """Copy the state of `source` to all ranks, as if they had taken its steps.
+
+        `with_loop`: also what a user's loop keeps besides parameters and optimizer state.
+        """
         replica = self._replica
         is_source = replica.rank == source
-        own = state_transfer.pack(replica) if is_source else state_transfer.Cargo(0, b"", ())
+        own = state_transfer.pack(replica, with_loop=with_loop) if is_source else state_transfer.Cargo(0, b"", ())
         received = self._broadcast.everything(
             source,
             facts=[own.steps],

@@ -35,7 +35,7 @@ class PassFeeds:
     def open(self, source: Source, epoch: int, *, before: str | None) -> Feed:
         """Open the feed of a pass; all ranks call this. `before` is the digest of the sequence of a resumed pass."""
         feed = self._feeds.for_training(source)
-        self.digest = None
+        self.digest, self.batching = None, {}
         if source.sequence is None:
             return feed
         refuse_to_divide(source.sequence, self._policy, world_size=self._world.size)

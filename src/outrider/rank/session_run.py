@@ -387,12 +387,13 @@ class SessionRun:
     def _make_followers_equal(self) -> None:
         """Copy the state of a rank that stayed in the loop to the ranks that left it; all ranks call this.
 
-        Ranks that left took the last shared steps without the user's changes to gradients, such as clipping.
+        Ranks that left took the last shared steps without the user's changes to gradients, such as clipping. Their code
+        after the loop has already run and may have changed settings, which stay.
         """
         assert self.replica is not None
         followed = self.world.exchange_json(self.loop.has_followed, name="ranks that left the loop")
         if True in followed and False in followed:
-            self._life.driver.averages.hand_over(followed.index(False), at=self.replica.at)
+            self._life.driver.averages.hand_over(followed.index(False), at=self.replica.at, with_loop=False)
 
     def interrupt(self) -> None:
         """Write the record before a signal is raised in the user's loop; all ranks call this."""

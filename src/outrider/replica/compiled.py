@@ -6,7 +6,8 @@ nor changed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,3 +35,8 @@ class CompiledStep:
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the user has compiled the model or a part of it."""
     return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())
+
+
+def is_compiled_function(function: Callable[..., Any]) -> bool:
+    """Whether the user has compiled the function itself."""
+    return hasattr(function, "_torchdynamo_orig_callable")

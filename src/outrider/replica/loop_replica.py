@@ -317,7 +317,8 @@ class LoopReplica:
 
         Before the first step the schedule waits for it, because torch warns of schedules that advance earlier.
         """
-        self.counts.epoch = epoch
+        # A later loop over epochs counts from 0 again, the schedule goes on.
+        self.counts.epoch = max(self.counts.epoch, epoch)
         if self.counts.per == "epoch" and self.steps:
             self.follow_schedule(self.at)
 

@@ -21,7 +21,7 @@ from outrider.errors import OutriderError, StepError, named
 from outrider.policy.effects import Decision
 from outrider.replica.averaging_compensation import compensate
 from outrider.replica.capture import FasterSteps, Overlapped
-from outrider.replica.compiled import CompiledStep, has_compiled_parts
+from outrider.replica.compiled import CompiledStep, has_compiled_parts, is_compiled_function
 from outrider.replica.evaluation_mode import evaluating
 from outrider.replica.finite import FiniteCheck, check_update, gradient_not_finite
 from outrider.replica.gradient_accumulation import pieces
@@ -346,7 +346,8 @@ class Replica:
     @property
     def is_compiled(self) -> bool:
         """Whether torch has compiled the model or the step, for a fixed number of threads."""
-        return self.recipe.execution == "compile" or has_compiled_parts(self.model)
+        is_asked = self.recipe.execution == "compile"
+        return is_asked or is_compiled_function(self.recipe.step) or has_compiled_parts(self.model)
 
     @property
     def can_overlap(self) -> bool:

@@ -33,9 +33,12 @@ _LOOP = -1
 """The number under which the state of a user's loop travels, beside those of parameters."""
 
 
-def pack(replica: RankReplica) -> Cargo:
-    """All state that steps change, except parameters, buffers and the schedule, which is a function of samples."""
-    state: State = {_LOOP: loop} if (loop := replica.loop_state()) else {}
+def pack(replica: RankReplica, *, with_loop: bool = True) -> Cargo:
+    """All state that steps change, except parameters, buffers and the schedule, which is a function of samples.
+
+    Without `with_loop` for ranks whose loop code has already run on after these steps.
+    """
+    state: State = {_LOOP: loop} if with_loop and (loop := replica.loop_state()) else {}
     for first, optimizer in _numbered(replica.optimizers):
         state |= {first + number: entry for number, entry in optimizer.state_dict()["state"].items()}
     return Cargo(replica.steps, write_manifest(state), _tensors(state))

@@ -34,8 +34,10 @@ def auto(segment: SegmentContext) -> Policy:
     if chooser.is_exact == was_exact:
         return
     if not was_exact:
-        # The optimizers of the ranks differ by now: shared steps need the same state on all.
-        yield HandOver(source=chooser.fastest, samples=0, at=span.start + max(0, done - 1), after_rest=False)
+        # The optimizers of the ranks differ by now: exact steps need the same state on all.
+        lone = segment.splitter.stay_alone()
+        source, at = chooser.fastest if lone is None else lone, span.start + max(0, done - 1)
+        yield HandOver(source=source, samples=0, at=at, after_rest=lone is not None)
     yield EndSegment()
 
 
