@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import outrider
 from outrider.api import advising
 from outrider.api.options import _overridden, overridden
+from outrider.api.session_hooks import SessionHooks
 from outrider.errors import ConfigError
 from outrider.record.run_folder import RunFolder
 from outrider.world.environment import is_trial, overrides, script_variables
@@ -69,6 +73,19 @@ def test_the_work_of_a_run_is_counted_as_its_record_counts_it(
     (tmp_path / "record.json").write_text(json.dumps(record))
     work = advising._workload(RunFolder(tmp_path))
     assert (work.batch_size, work.total_samples) == (batch_size, 10 * batch_size)
+
+
+@pytest.mark.parametrize("shares_always", [True, False])
+def test_the_work_of_a_loop_tells_whether_a_framework_runs_it(tmp_path: Path, shares_always: bool) -> None:
+    model = nn.Linear(1, 1)
+    with outrider.Session(devices="cpu", run_dir=tmp_path / "run") as s:
+        if shares_always:
+            SessionHooks(s).share_always()
+        s.prepare(model, torch.optim.SGD(model.parameters(), 1e-6))
+        for batch in s.batches(torch.ones(8, 1), batch_size=4):
+            s.step(model(batch).mean())
+    work = advising._workload(RunFolder(tmp_path / "run"))
+    assert (work.may_rest, work.shares_always) == (False, shares_always)
 
 
 def test_without_overrides_options_stay_as_they_are() -> None:

@@ -28,6 +28,8 @@ def test_after_a_break_all_ranks_have_the_same_parameters(on_two_ranks: Any) -> 
     assert ended.code == 0, ended.stderr
     first, second = (load_file(ended.folder / f"leaving{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+    # What code after the loop has changed on a rank that left stays.
+    assert [json.loads((ended.folder / f"leaving{rank}.json").read_text())["rate"] for rank in range(2)] == [0.025] * 2
 
 
 def test_an_exception_in_one_rank_ends_the_run_and_is_told(tmp_path: Path, script_runner: Any) -> None:

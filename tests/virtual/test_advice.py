@@ -184,6 +184,15 @@ def test_in_a_loop_of_the_user_auto_leaves_all_work_to_the_first_device_only() -
     assert rates[0] > 2 * rates[1]
 
 
+def test_where_a_framework_runs_the_loop_auto_leaves_no_batch_to_one_device() -> None:
+    slow = {"cpu": 8.0, "cpu@0.1": 80.0}
+    work = replace(WORK, may_rest=False, shares_always=True)
+    cell, rests = (advised(slow, average_ms=20.0, work=one).cell("auto", list(slow)) for one in (work, WORK))
+    assert cell is not None
+    assert rests is not None
+    assert cell.samples_per_s < rests.samples_per_s / 2
+
+
 def test_a_rank_that_gains_the_cores_of_others_is_forecast_alone() -> None:
     """Alone each CPU rank has both cores and takes 8 ms, beside the other 14 ms: sharing takes 7.5 ms and more."""
     devices = ["cpu", "cpu@0.9"]

@@ -234,4 +234,5 @@ def _workload(folder: RunFolder) -> TrainingWork:
         total_samples=max(total, batch_size),
         may_rest=config is not None and "objects" in config,
         options=options,
+        shares_always=config is not None and config.get("shares_always", False),
     )

@@ -114,7 +114,7 @@ class SessionRun:
         self._trained_s = 0.0
         self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
-        self._has_rested = False
+        self._has_rested = self._shares_always = False
         self._rests_before = 0
         self.metrics: EpochMetrics | None = None
         """Metrics of the newest epoch with a finished pass; equal on all ranks, except for the evaluation."""
@@ -137,6 +137,7 @@ class SessionRun:
 
     def share_always(self) -> None:
         """Let all ranks run the loop for every batch of shared steps; called before the first one, on all ranks."""
+        self._shares_always = True
         self._life.splitter.share_always()
 
     @property
@@ -211,6 +212,8 @@ class SessionRun:
             "devices": self.devices,
             "backend": self._life.backend,
             "options": options | self._life.loop_options,
+            # Read by `outrider advise`, which otherwise expects that ranks may rest.
+            **({"shares_always": True} if self._shares_always else {}),
         }
 
     def _describe_loop(self, batch_size: int) -> None:

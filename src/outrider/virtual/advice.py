@@ -59,6 +59,8 @@ class TrainingWork:
     may_rest: bool
     """Whether slow devices may leave whole batches to any fast one; true for `train()`, false for a user's own loop."""
     options: Mapping[str, Any]
+    shares_always: bool = False
+    """Whether a framework runs the loop, so that no rank trains alone."""
 
     def planner(self, world_size: int) -> PlannerConfig:
         """The user's options for windows, except options with one value per device."""
@@ -280,7 +282,7 @@ def _scenario(
             snapshot_ms=costs.snapshot_ms,
         ),
         # In a user's own loop only `auto` lets one rank train alone, and only the first.
-        may_rest=workload.may_rest or policy_spec(policy).switches,
+        may_rest=workload.may_rest or (policy_spec(policy).switches and not workload.shares_always),
         only_alone=None if workload.may_rest else 0,
         samples_after=workload.total_samples - simulated,
     )
