@@ -29,6 +29,7 @@ class Measured:
     gain_alone: float = 1.0
     soon_alone: int | None = None
     stays_alone: bool = False
+    lone_after_local: int | None = None
 
     @property
     def rates_alone(self) -> tuple[float, ...] | None:
@@ -209,6 +210,19 @@ def test_local_steps_that_are_slower_than_promised_are_given_up() -> None:
     [decision] = local(chooser, windows=ENOUGH, rates=(0.7, 0.4))
     assert (decision.value, chooser.is_exact, chooser.changed_at) == ("exact", True, 100 + ENOUGH - 1)
     assert decision.reason.startswith("local steps have 1.10x the samples per second, each worth 0.")
+
+
+@pytest.mark.parametrize(("lone", "stay"), [(None, False), (0, True)])
+def test_local_steps_are_compared_with_what_would_follow_them(lone: int | None, stay: bool) -> None:
+    """In a user's own loop that is rank 0 alone, with two thirds of the rate of shared steps."""
+    chooser = PolicyChooser(world_size=4)
+    [decision] = exact(chooser, Measured(1.4, (1.0,) * 4, lone_after_local=lone), steps=2)
+    assert decision.value == "local"
+    restored = PolicyChooser(world_size=4)
+    restored.restore(chooser.state())
+    for one in (chooser, restored):
+        given_up = local(one, windows=ENOUGH, rates=(0.7,) * 4)
+        assert (given_up == []) == stay
 
 
 def test_they_are_tried_again_only_after_long_and_then_later_still() -> None:

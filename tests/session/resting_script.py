@@ -150,6 +150,8 @@ def train(folder: Path, case: str, devices: str) -> None:
                         slow.data.lerp_(quick.data, 0.1)
                 if case == "break" and epoch == 1 and s.is_main and s.samples_seen >= (SIZE + 12 * BATCH):
                     break
+            if case == "break":
+                optimizers[1].param_groups[0]["lr"] *= 0.5
             if case == "own mean":
                 outputs.append(sum(losses) / len(losses))
             outputs.append(model(data().tensors[0]).sum().item())

@@ -65,7 +65,7 @@ with outrider.Session(devices="cpu,cpu@0.5", policy=policy, anchor=2, run_dir=f"
     for epoch in s.epochs(epochs):
         for batch in s.batches(data, batch_size=batch_size):
             used += batch[2].tolist()
-            if choosers and not choosers[0].is_exact and not was_local:
+            if may_rest and choosers and not choosers[0].is_exact and not was_local:
                 # What a loop sets by its own progress differs between ranks that train on their own.
                 was_local = True
                 optimizers[1].param_groups[0].update(lr=0.1 - 0.01 * s.rank, momentum=0.9 - 0.1 * s.rank)
@@ -105,8 +105,6 @@ def test_every_sample_is_used_once_per_epoch_and_the_ranks_end_with_one_model(tm
     assert sum((Counter(rank["used"]) for rank in ranks), Counter()) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
     if changes == 2:
         # Shared steps at the end: the optimizers of both ranks are the same too.
-        assert all(rank["was_local"] for rank in ranks)
-        assert ranks[0]["settings"] == ranks[1]["settings"]
         assert ranks[0]["tensors"] == ranks[1]["tensors"]
 
 
@@ -116,5 +114,6 @@ def test_after_local_steps_rank_0_trains_alone(tmp_path: Path) -> None:
     assert decisions(tmp_path)[:2] == ["local", "exact"]
     assert sum((Counter(rank["used"]) for rank in ranks), Counter()) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
     assert 0 < len(ranks[1]["used"]) < SIZE < len(ranks[0]["used"])
+    assert all(rank["was_local"] for rank in ranks)
     assert ranks[0]["settings"] == ranks[1]["settings"] == [[0.1, 0.9]]
     assert ranks[0]["tensors"] == ranks[1]["tensors"]

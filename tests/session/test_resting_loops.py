@@ -118,6 +118,8 @@ def test_a_break_of_rank_0_alone_ends_the_pass_for_all_at_its_batch(told: Callab
     for rank in ranks:
         assert numbers(rank["tensors"]) == pytest.approx(numbers(alone["tensors"]), abs=1e-12)
         assert (rank["ticks"], rank["seen"]) == (alone["ticks"], alone["seen"])
+        # Code after the loop halves a rate once on every rank.
+        assert rank["rates"] == pytest.approx(alone["rates"])
 
 
 def test_nothing_is_said_of_rests(told: Callable[[str, str], Told]) -> None:

@@ -252,6 +252,23 @@ def test_a_schedule_per_epoch_goes_on_in_a_second_loop_over_epochs(tmp_path: Pat
     assert schedule.last_epoch == 5
 
 
+def test_a_pass_without_a_step_is_no_epoch_of_a_schedule(tmp_path: Path) -> None:
+    """As to warm up the statistics of a BatchNorm."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+    told = []
+    with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=True) as s:
+        s.prepare(model, optimizer, schedule, per="epoch")
+        for batch in s.batches(torch.ones(8, 1), batch_size=8):
+            model(batch)
+        for _ in s.epochs(2):
+            for batch in s.batches(torch.ones(8, 1), batch_size=8):
+                s.step(model(batch).mean())
+                told.append(schedule.last_epoch)
+    assert told == [0, 1]
+
+
 def test_a_checkpoint_keeps_the_number_of_batches_per_step(tmp_path: Path) -> None:
     assert rates_of(tmp_path, "optimizer-step", checkpoint_every=1) == [0, 1, 2, 3]
     model = nn.Linear(1, 1)

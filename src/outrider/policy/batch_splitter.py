@@ -238,16 +238,21 @@ class Splitter:
         """Whether a rank works alone until the end of the run."""
         return self.lone is not None and self._alone.stays
 
+    @property
+    def lone_after_local(self) -> int | None:
+        """The rank that works alone to the end once local steps are given up; None if all ranks then share again."""
+        return self._only_alone if self._may_rest else None
+
     def stay_alone(self) -> int | None:
         """After local steps, let the only rank that may work alone do so until the end of the run; returns that rank.
 
         Loops that have trained on batches of their own count differently, so their gradients are not shared again.
         """
-        if self._only_alone is None or not self._may_rest:
-            return None
-        self._before_staying, self._follows_local = None, True
-        self._alone.stay(self._only_alone)
-        return self._only_alone
+        lone = self.lone_after_local
+        if lone is not None:
+            self._before_staying, self._follows_local = None, True
+            self._alone.stay(lone)
+        return lone
 
     @property
     def stretch(self) -> int:

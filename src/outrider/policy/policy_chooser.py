@@ -52,6 +52,8 @@ class PolicyChooser:
         self.fastest = 0
         """The rank with the highest rate when local steps began."""
         self._exact_rate = 0.0
+        self._rate_after_local = 0.0
+        """Samples per ms of the exact steps to which local steps would give way."""
         self._samples_until_retry = 0
         self._retry_after = WINDOWS_UNTIL_RETRY
         self._has_told = False
@@ -96,6 +98,8 @@ class PolicyChooser:
             over = ", but the run is nearly over" if gain >= LEAST_GAIN and is_nearly_over else ""
             return self._told_once(self._stays(splitter, gain) + over)
         self.fastest = fastest
+        lone = splitter.lone_after_local
+        self._rate_after_local = rate if lone is None else rates_alone[lone]
         is_alone = best_rate > rate or splitter.lone is not None or splitter.soon_alone is not None
         than = "the fastest rank alone" if is_alone else "shared steps"
         reason = _promise(gain, local_rate / best_rate, worth, than=than)
@@ -139,13 +143,13 @@ class PolicyChooser:
         windows, self._windows = self._windows, []
         rates = _measured_rates(windows, self._world_size)
         worth = sample_worth(_mean_window(windows), ranks=effective_ranks(rates))
-        gain = sum(rates) * worth / self._exact_rate
+        throughput = sum(rates) / self._rate_after_local
         worse = self._learns_worse(windows)
         if worse is not None:
             return [self._give_up(report, worse)]
-        if gain >= 1:
+        if throughput * worth >= 1:
             return []
-        why = f"local steps have {sum(rates) / self._exact_rate:.2f}x the samples per second, each worth {worth:.2f}"
+        why = f"local steps have {throughput:.2f}x the samples per second, each worth {worth:.2f}"
         return [self._give_up(report, f"{why}: less than exact steps")]
 
     def _learns_worse(self, windows: Sequence[AverageReport]) -> str | None:
@@ -178,6 +182,7 @@ class PolicyChooser:
             "is_exact": self.is_exact,
             "fastest": self.fastest,
             "exact_rate": self._exact_rate,
+            "rate_after_local": self._rate_after_local,
             "exact_losses": list(self._exact_losses),
             "samples_until_retry": self._samples_until_retry,
             "retry_after": self._retry_after,
@@ -187,6 +192,7 @@ class PolicyChooser:
         self.is_exact = state["is_exact"]
         self.fastest = state["fastest"]
         self._exact_rate = state["exact_rate"]
+        self._rate_after_local = state.get("rate_after_local", self._exact_rate)
         self._exact_losses = deque(state["exact_losses"], maxlen=LOSSES_KEPT)
         self._samples_until_retry = state["samples_until_retry"]
         self._retry_after = state["retry_after"]

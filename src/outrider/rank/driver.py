@@ -510,7 +510,7 @@ class Driver:
         lead, self._lead = self._lead, None
         started_s = time.perf_counter()
         with self.activity.during("average"):
-            self.averages.hand_over(lead.source, at=lead.at)
+            self.averages.hand_over(lead.source, at=lead.at, with_loop=lead.after_rest)
         self.num_rests += lead.after_rest
         self._led_by = None if self._may_lag else lead.source
         elapsed_s = time.perf_counter() - started_s

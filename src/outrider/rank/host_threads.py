@@ -19,7 +19,7 @@ class HostThreads:
 
     def __init__(self, beside_others: int = 1, alone: int = 1) -> None:
         self._beside_others, self._alone = beside_others, alone
-        self._is_alone = False
+        self._has_switched = False
 
     @property
     def has_more_alone(self) -> bool:
@@ -44,9 +44,10 @@ class HostThreads:
             self.work_beside_others()
 
     def _switch(self, *, is_alone: bool) -> None:
-        if is_alone is self._is_alone:
+        if is_alone is self._has_switched:
             return
-        self._is_alone = is_alone
         before, after = (self._beside_others, self._alone) if is_alone else (self._alone, self._beside_others)
-        if before != after and torch.get_num_threads() == before:
+        is_ours = torch.get_num_threads() == before
+        if before != after and is_ours:
             torch.set_num_threads(after)
+        self._has_switched = is_alone and is_ours

@@ -396,7 +396,7 @@ class SessionRun:
         assert self.replica is not None
         followed = self.world.exchange_json(self.loop.has_followed, name="ranks that left the loop")
         if True in followed and False in followed:
-            self._life.driver.averages.hand_over(followed.index(False), at=self.replica.at, with_loop=False)
+            self._life.driver.averages.hand_over(followed.index(False), at=self.replica.at)
 
     def interrupt(self) -> None:
         """Write the record before a signal is raised in the user's loop; all ranks call this."""

@@ -91,7 +91,7 @@ class UserLoop:
     def open(self, segment: Segment) -> None:
         """Begin a segment; all ranks call this."""
         assert self._steps is None, "one segment at a time"
-        self.is_leaving = self.has_followed = False
+        self.is_leaving = self.has_followed = self._replica.has_left = False
         self._done, self._least = [], min(2, segment.batch_size)
         self._replica.counts.open_pass(segment.batch_size, since=segment.seen)
         self._steps = self._driver.steps(segment)
@@ -105,7 +105,7 @@ class UserLoop:
         """End the pass early: this rank stops computing, and the others end at their next average."""
         if self._steps is None:
             return
-        self.is_leaving = True
+        self.is_leaving = self._replica.has_left = True
         report = self._abandon() if self._effect is not None else None
         while (effect := self._advance(report)) is not None:
             report = self._answer_empty(effect) if isinstance(effect, SharedStep) else None

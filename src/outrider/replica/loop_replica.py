@@ -87,6 +87,8 @@ class LoopReplica:
         self.logged_scalars = LoggedScalars()
         self.loss_sums = LossSums(device)
         self.losses = LoopLosses(self.loss_sums)
+        self.has_left = False
+        """Whether the user has left the pass, so that code after it may have run already."""
         self.before_step: Callable[[torch.optim.Optimizer], None] = refuse_step
         self._rates: list[float] = []
         self._num_groups = {optimizer: len(optimizer.param_groups) for optimizer in self.optimizers}
@@ -317,8 +319,8 @@ class LoopReplica:
 
         Before the first step the schedule waits for it, because torch warns of schedules that advance earlier.
         """
-        # A later loop over epochs counts from 0 again, the schedule goes on.
-        self.counts.epoch = max(self.counts.epoch, epoch)
+        # A later loop over epochs counts from 0 again, the schedule goes on; a pass without a step is no epoch of it.
+        self.counts.epoch = max(self.counts.epoch, epoch) if self.steps else epoch
         if self.counts.per == "epoch" and self.steps:
             self.follow_schedule(self.at)
 

@@ -33,6 +33,7 @@ class _Loop(Protocol):
     counts: ScheduleTicks
     ticks: int
     at: int
+    has_left: bool
 
     def tick_to(self, due: int) -> None: ...
 
@@ -40,7 +41,8 @@ class _Loop(Protocol):
 def loop_state(replica: _Loop) -> dict[str, Any]:
     """The state to send, as numbers, text and tensors."""
     return {
-        "settings": settings_of(replica.optimizers),
+        # Code after the loop runs on every rank: what it set is not taken over, or ranks would set it twice.
+        "settings": None if replica.has_left else settings_of(replica.optimizers),
         "trained": [parameter.requires_grad for parameter in replica.model.parameters()],
         "training": [module.training for module in replica.model.modules()],
         "ticks": replica.ticks,
@@ -57,7 +59,8 @@ def take_loop_state(replica: _Loop, state: dict[str, Any], *, at: int) -> None:
     # Schedules compute a rate from the one before, so they advance before this rank takes over the rates.
     replica.tick_to(state["ticks"])
     replica.at = at
-    _set(replica.optimizers, state["settings"])
+    if state["settings"] is not None:
+        _set(replica.optimizers, state["settings"])
     for parameter, is_trained in zip(replica.model.parameters(), state["trained"], strict=True):
         if parameter.requires_grad != is_trained:
             parameter.requires_grad_(is_trained)
@@ -90,7 +93,9 @@ def _plain(value: Any) -> Any:
 
 def refuse_other_groups(optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
     """Raise if the loop of the other rank added parameter groups meanwhile: their parameters are not known here."""
-    for optimizer, groups in zip(optimizers, state.get("settings", ()), strict=bool(state)):
+    if state.get("settings") is None:
+        return
+    for optimizer, groups in zip(optimizers, state["settings"], strict=True):
         if len(groups) != len(optimizer.param_groups):
             raise ConfigError(
                 f"{type(optimizer).__name__} has {len(groups)} parameter groups on the rank that trained alone, "
@@ -127,6 +132,9 @@ def _unfinished_gradients(replica: _Loop) -> dict[int, Tensor]:
 
 
 def _continue_gradients(replica: _Loop, told: dict[int, Tensor]) -> None:
-    """Take over unfinished gradients; those of this rank's own last batches are in steps that it has received."""
+    """Take over unfinished gradients.
+
+    This rank's own are in steps that it has received if it rested; after local steps they are dropped.
+    """
     for number, parameter in enumerate(replica.arena.parameters):
         parameter.grad = told[number].to(parameter.device) if number in told else None

@@ -33,10 +33,10 @@ _LOOP = -1
 """The number under which the state of a user's loop travels, beside those of parameters."""
 
 
-def pack(replica: RankReplica, *, with_loop: bool = True) -> Cargo:
+def pack(replica: RankReplica, *, with_loop: bool = False) -> Cargo:
     """All state that steps change, except parameters, buffers and the schedule, which is a function of samples.
 
-    Without `with_loop` for ranks whose loop code has already run on after these steps.
+    `with_loop` for ranks on which a user's loop did not run.
     """
     state: State = {_LOOP: loop} if with_loop and (loop := replica.loop_state()) else {}
     for first, optimizer in _numbered(replica.optimizers):

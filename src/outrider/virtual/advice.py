@@ -142,7 +142,7 @@ def advise(
     for ranks in _subsets(rates):
         for policy in TRAINING_POLICIES if costs else ():
             scenario = _scenario(policy, ranks, alone, costs[policy], workload)
-            if _leaves_cores([devices[rank] for rank in ranks], workload):
+            if scenario.may_rest and _leaves_cores([devices[rank] for rank in ranks], workload):
                 scenario = replace(scenario, gains_alone=_gains_alone(ranks, alone, costs[policy], workload))
             outcome = simulate(policy, scenario)
             memory = _memory(joint, policy)
