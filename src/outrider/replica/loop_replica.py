@@ -38,6 +38,9 @@ from outrider.replica.user_factories import no_advice_on_order, refuse_closures
 class LoopReplica:
     """A full copy of the user's models that the user's own loop trains."""
 
+    has_left = False
+    """Whether the user has left the pass, so that code after it may have run already."""
+
     def __init__(
         self,
         recipe: LoopRecipe,
@@ -87,8 +90,6 @@ class LoopReplica:
         self.logged_scalars = LoggedScalars()
         self.loss_sums = LossSums(device)
         self.losses = LoopLosses(self.loss_sums)
-        self.has_left = False
-        """Whether the user has left the pass, so that code after it may have run already."""
         self.before_step: Callable[[torch.optim.Optimizer], None] = refuse_step
         self._rates: list[float] = []
         self._num_groups = {optimizer: len(optimizer.param_groups) for optimizer in self.optimizers}
