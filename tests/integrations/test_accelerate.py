@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from integrations.hf_ranks import run_ranks
+
+from outrider.integrations.accelerate import Accelerator
+from outrider.integrations.accelerate_loaders import PreparedSchedule
+from outrider.integrations.hf_steps import StepCount
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OURS, THEIRS = "from outrider.integrations.accelerate import Accelerator", "from accelerate import Accelerator"
@@ -81,6 +87,25 @@ def test_the_changed_line_of_the_examples_is_that_of_the_guide(name: str) -> Non
     assert [line for line in code if "utrider" in line] == [OURS]
     assert f"-{THEIRS}\n+{OURS}" in guide
     assert f"[examples/{name}.py](../examples/{name}.py), 1 of {len(lines)} lines" in guide
+
+
+@pytest.mark.parametrize(("is_estimated", "ticks"), [(True, 6), (False, 5)])
+def test_a_pass_of_local_steps_ends_at_the_last_tick_whatever_ranks_had_estimated(
+    is_estimated: bool, ticks: int
+) -> None:
+    """A schedule that is stepped once per epoch, or in shared steps, has no estimate."""
+    due = iter([3, 0])
+    schedule = PreparedSchedule(SimpleNamespace(step=lambda: None), ticks_due=lambda one: next(due))
+    schedule.step()
+    count = StepCount(step_samples=8, steps_per_epoch=6)
+    accelerator: Any = SimpleNamespace(
+        _schedulers=[schedule],
+        _told=lambda own, what: [own, [[5, is_estimated]]],
+        _count=count,
+        session=SimpleNamespace(samples_seen=48),
+    )
+    Accelerator._follow_schedules(accelerator)
+    assert schedule.in_pass == ticks
 
 
 @pytest.mark.parametrize(

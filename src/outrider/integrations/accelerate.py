@@ -172,10 +172,13 @@ class Accelerator(accelerate.Accelerator):
         self._follow_schedules()
 
     def _follow_schedules(self) -> None:
-        """After a pass all ranks are at the step that the farthest one knows of."""
-        ticks = self._told([schedule.in_pass for schedule in self._schedulers], "the end of a pass")
-        for schedule, reached in zip(self._schedulers, zip(*ticks, strict=True), strict=True):
-            schedule.follow(max(reached))
+        """After a pass all ranks are at the step that the farthest one knows of, and at its end after local steps."""
+        told = self._told([[one.in_pass, one.is_estimated] for one in self._schedulers], "the end of a pass")
+        for schedule, of_ranks in zip(self._schedulers, zip(*told, strict=True), strict=True):
+            due = max(ticks for ticks, _ in of_ranks)
+            if self._count is not None and any(is_estimated for _, is_estimated in of_ranks):
+                due = max(due, self._count.after_batch(self.session.samples_seen))
+            schedule.follow(due)
 
     def _micro_batches(self, micro_batches: list[dict[str, Any]]) -> Iterator[Any]:
         samples = sum(batch["count"] for batch in micro_batches)
@@ -218,6 +221,7 @@ class Accelerator(accelerate.Accelerator):
                 hint="pass gradient_accumulation_steps=n and use accelerator.accumulate(model); or pass "
                 'session_options={"policy": "balanced"}',
             )
+        schedule.is_estimated = True
         return max(0, count.after_batch(self.session.samples_seen) - schedule.in_pass)
 
     # Steps

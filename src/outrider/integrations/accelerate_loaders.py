@@ -98,6 +98,8 @@ class PreparedSchedule:
     def open_pass(self) -> None:
         """Count from here: ticks in this pass, and steps after which the script has asked for them."""
         self.in_pass = self.num_steps = 0
+        self.is_estimated = False
+        """Whether ticks of this pass follow this rank's estimate of the samples of all."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Called after `optimizer.step()`, or once per epoch."""
