@@ -493,6 +493,14 @@ def test_after_local_steps_the_only_rank_that_may_work_alone_does_and_says_why(s
         assert [one.learn_alone(stretch(ms=50.0, batches=64)) for _ in range(9)] == [[]] * 9
 
 
+def test_after_local_steps_a_slower_rank_that_works_alone_advises_to_name_the_faster_device_first() -> None:
+    splitter = Splitter(world_size=2, may_rest=True, only_alone=0)
+    splitter.hint((0.3, 0.7))
+    splitter.stay_alone()
+    assert splitter.unshared_reason is not None
+    assert splitter.unshared_reason.endswith("no steps again; name the device of rank 1 first, it is faster")
+
+
 def test_after_local_steps_all_share_again_where_any_rank_or_none_may_work_alone() -> None:
     forbidden = Splitter(world_size=2, may_rest=True, only_alone=0)
     forbidden.share_always()

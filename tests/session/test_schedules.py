@@ -220,10 +220,15 @@ def test_a_resumed_schedule_per_epoch_shows_the_rates_of_a_plain_loop(tmp_path: 
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
-def test_a_schedule_per_epoch_ticks_with_each_pass_where_passes_are_epochs(tmp_path: Path) -> None:
+def falling_rate() -> tuple[nn.Module, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR]:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+    return model, optimizer, schedule
+
+
+def test_a_schedule_per_epoch_ticks_with_each_pass_where_passes_are_epochs(tmp_path: Path) -> None:
+    model, optimizer, schedule = falling_rate()
     told = []
     with outrider.Session(devices="cpu", run_dir=tmp_path) as s:
         s.prepare(model, optimizer, schedule, per="epoch")
@@ -237,9 +242,7 @@ def test_a_schedule_per_epoch_ticks_with_each_pass_where_passes_are_epochs(tmp_p
 
 def test_a_schedule_per_epoch_goes_on_in_a_second_loop_over_epochs(tmp_path: Path) -> None:
     """As in fine-tuning that trains the head first."""
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+    model, optimizer, schedule = falling_rate()
     told = []
     with outrider.Session(devices="cpu", run_dir=tmp_path) as s:
         s.prepare(model, optimizer, schedule, per="epoch")
@@ -254,9 +257,7 @@ def test_a_schedule_per_epoch_goes_on_in_a_second_loop_over_epochs(tmp_path: Pat
 
 def test_a_pass_without_a_step_is_no_epoch_of_a_schedule(tmp_path: Path) -> None:
     """As to warm up the statistics of a BatchNorm."""
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+    model, optimizer, schedule = falling_rate()
     told = []
     with outrider.Session(devices="cpu", run_dir=tmp_path, quiet=True) as s:
         s.prepare(model, optimizer, schedule, per="epoch")

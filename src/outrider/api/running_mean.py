@@ -41,8 +41,7 @@ class RunningMean:
         self._count = count
         self._counted = count()
         self._world = world
-        self.has_begun = False
-        """Whether this rank has updated it."""
+        self._has_begun = False
         self._on_restart = on_restart
         self.module = copy.deepcopy(model).requires_grad_(False).eval()
         """The averaged model: evaluate and save this one."""
@@ -52,9 +51,9 @@ class RunningMean:
 
     def update(self) -> None:
         """Follow the model; counts this rank's latest step and the steps of other ranks since the last update."""
-        if not self.has_begun:
+        if not self._has_begun:
             self._on_restart()
-        self.has_begun = True
+        self._has_begun = True
         # Count at least one step: the last batch of an epoch may be a fraction of a step.
         self._follow(max(self._counted, self._count()) + 1)
 
@@ -64,9 +63,9 @@ class RunningMean:
         It becomes that of rank `source`, if given: the other ranks have not followed all steps.
         """
         if source is not None:
-            begun = self._world.exchange_json(self.has_begun, name="running means", what="the running means")
-            self.has_begun = begun[source]
-        if self.has_begun:
+            begun = self._world.exchange_json(self._has_begun, name="running means", what="the running means")
+            self._has_begun = begun[source]
+        if self._has_begun:
             self._follow(self._count())
             self._counted = self._count()
         if self._averages is not None and source is not None:
@@ -98,4 +97,4 @@ class RunningMean:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.module.load_state_dict(state_dict["module"])
-        self._counted, self.has_begun = self._count(), True
+        self._counted, self._has_begun = self._count(), True

@@ -328,7 +328,7 @@ class Splitter:
         """
         self._num_steps += 1
         if self._before_staying is not None:
-            return self._stay_alone(self._before_staying, report)
+            return self._shared_once_more(self._before_staying, report)
         is_first, self._has_shared = not self._has_shared, True
         if is_first or self._shares is not None:
             # The first step carries the warm-up of every device.
@@ -399,7 +399,7 @@ class Splitter:
         reason = self._alone.shared(report, self._costs(), report.samples, steps_left=steps_left)
         return [] if reason is None else self._goes_alone(reason)
 
-    def _stay_alone(self, why: str, report: AverageReport) -> list[Decision]:
+    def _shared_once_more(self, why: str, report: AverageReport) -> list[Decision]:
         """After one more shared step, in which local steps might have been chosen instead."""
         if report.ends_segment:
             return []
@@ -428,7 +428,11 @@ class Splitter:
     def unshared_reason(self) -> str | None:
         """Why one rank works alone whatever sharing would bring; None if both were or will be compared."""
         if self._follows_local and self.lone is not None:
-            return f"rank {self.lone} works alone: loops that trained on batches of their own share no steps again"
+            fastest = self.lone if self._hints is None else self._hints.index(max(self._hints))
+            advice = "" if fastest == self.lone else f"; name the device of rank {fastest} first, it is faster"
+            return (
+                f"rank {self.lone} works alone: loops that trained on batches of their own share no steps again{advice}"
+            )
         if not self._alone.is_unshared or self._hints is None:
             return None
         helps = self._help_in_words("its speed")

@@ -98,7 +98,7 @@ class Scenario:
     """Whether slow ranks may leave whole batches to a fast one, as in `train()`."""
     only_alone: int | None = None
     """The one rank that may take whole batches alone; None if any may."""
-    gains_alone: tuple[float, ...] | None = None
+    gains_alone: tuple[float, ...] = ()
     """How many times as fast each rank works while the others rest, if they leave it their cores."""
     samples_after: int = 0
     """Samples of the run after the simulated part, for policies that plan ahead."""
@@ -242,7 +242,7 @@ class _SimulatedWorld:
         self._chooser = _OneForAllChooser(world_size=self._size)
         speeds = relative_speeds([1 / one.step_ms(scenario.batch_size) for one in scenario.speeds])
         self._planner.hint(speeds)
-        self._splitter.hint(speeds, gains_alone=scenario.gains_alone or ())
+        self._splitter.hint(speeds, gains_alone=scenario.gains_alone)
         self._costs = _costs(policy, scenario)
         self.clocks = [RankClock() for _ in scenario.speeds]
         self.windows = 0
