@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outrider.timeline.recorder import Recorder
+from outrider.timeline.bounded_file import LIVE, BoundedFile
+from outrider.timeline.recorder import EVENTS, Recorder
+from outrider.timeline.timeline_files import read_lines
 from outrider.timeline.windows import SHARED_WINDOW_S, WindowLog
 
 
@@ -70,3 +75,21 @@ def test_shared_steps_of_a_quarter_second_are_one_event(recorder: Recorder, log:
     (event,) = recorder.events
     assert (event["batches"], event["samples"], event["average_ms"]) == (1, 64, 5.0)
     assert "window" not in event
+
+
+def test_a_reader_who_finds_pulses_finds_the_events_before_them_too(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    class Watched(BoundedFile):
+        def open(self, header: Mapping[str, Any]) -> None:
+            found.extend(read_lines(tmp_path / EVENTS / "rank1.jsonl"))
+            super().open(header)
+
+    monkeypatch.setattr("outrider.timeline.recorder.BoundedFile", Watched)
+    recorder.event("ready", device="cpu")
+    recorder.write_to(tmp_path, has_pulses=True)
+    recorder.close()
+    assert [line.get("kind") for line in found] == [None, "ready"]
+    assert len(read_lines(tmp_path / LIVE / "rank1.jsonl")) > 1

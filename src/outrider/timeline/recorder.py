@@ -80,8 +80,6 @@ class Recorder:
 
         With `has_pulses`, the rank's activity is written to a file for the live page.
         """
-        if has_pulses:
-            self._open_pulses(folder)
         file = LineFile(folder / EVENTS / f"rank{self.rank}.jsonl", what="events", before_write=self._tick)
         with self._lock:
             self._file = file
@@ -91,11 +89,13 @@ class Recorder:
                     "rank": self.rank,
                     "world_size": self.world_size,
                     "origin_s": self.origin_s,
-                }
+                },
+                self.events,
             )
-            for event in self.events:
-                file.add(event)
             self.events = []
+        if has_pulses:
+            # After the events, one of which names the device: a reader who finds pulses also finds the name.
+            self._open_pulses(folder)
 
     def close(self) -> None:
         """Write all recorded events; later events are dropped."""
@@ -110,8 +110,9 @@ class Recorder:
 
     def _open_pulses(self, folder: Path) -> None:
         header = {"rank": self.rank, "world_size": self.world_size, "origin_s": self.origin_s}
-        self._pulses = BoundedFile(folder / LIVE / f"rank{self.rank}.jsonl", join=pulses.joined_lines)
-        self._pulses.open({"schema_version": pulses.SCHEMA_VERSION, **header})
+        file = BoundedFile(folder / LIVE / f"rank{self.rank}.jsonl", join=pulses.joined_lines)
+        file.open({"schema_version": pulses.SCHEMA_VERSION, **header})
+        self._pulses = file
 
     def _tick(self) -> None:
         now_s = self.now_s()

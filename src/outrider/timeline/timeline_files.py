@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,14 +112,15 @@ class LineFile:
         self._file: BinaryIO | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-events", daemon=True)
 
-    def open(self, header: Mapping[str, Any]) -> None:
-        """Start a new file; keeps the file of an earlier start as `rank<i>.previous.jsonl`."""
+    def open(self, header: Mapping[str, Any], lines: Sequence[Any] = ()) -> None:
+        """Start a new file with these lines; keeps the file of an earlier start as `rank<i>.previous.jsonl`."""
         with self._refusals():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_file():
                 os.replace(self.path, self.path.with_suffix(".previous.jsonl"))
             self._file = self.path.open("wb", buffering=0)
-        self.add(header)
+        for line in (header, *lines):
+            self.add(line)
         self.flush()
         self._thread.start()
 
