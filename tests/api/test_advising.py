@@ -114,6 +114,7 @@ def test_a_script_that_does_not_train_through_outrider_is_refused(tmp_path: Path
     assert "hint: put its loop into `with outrider.Session() as s:` first" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise ValueError('no data here')")
     ended = advise(tmp_path, "broken.py", "--devices", "cpu", "--", "--name", "a b")

@@ -18,6 +18,7 @@ import outrider
 Trainer = Callable[..., outrider.Run]
 Events = Callable[[Path, str], list[dict[str, Any]]]
 NUM_SAMPLES = 480
+POLICIES = ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "balanced", "cadence", "async"))]
 
 
 def numbered() -> torch.Tensor:
@@ -40,7 +41,7 @@ def used(folder: Path) -> Counter[int]:
     return Counter(int(line) for file in files for line in file.read_text().split())
 
 
-@pytest.mark.parametrize("policy", ["auto", "sync", "balanced", "cadence", "async"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_pauses_for_checkpoints_use_every_sample_once_per_epoch(
     train_two: Trainer, tmp_path: Path, events: Events, policy: str
 ) -> None:
@@ -64,7 +65,7 @@ def stop_soon(run: outrider.Run, folder: Path) -> None:
     run.join()
 
 
-@pytest.mark.parametrize("policy", ["auto", "sync", "balanced", "cadence", "async"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_that_was_stopped_and_resumed_uses_every_sample_once(
     train_two: Trainer, tmp_path: Path, policy: str
 ) -> None:

@@ -29,6 +29,7 @@ def test_a_run_ends_after_its_steps(
     assert read_json(tmp_path / "run" / "record.json")["status"] == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_ranks_take_the_steps_of_the_whole_world(train_two: Trainer, policy: str, tmp_path: Path) -> None:
     trained = train_two(policy=policy, steps=30, run_dir=tmp_path).join()

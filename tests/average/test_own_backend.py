@@ -76,7 +76,7 @@ def train(run_dir: Path, **options: Any) -> outrider.Trained:
     return outrider.train(**problem(), **shared, run_dir=run_dir, **options).join()
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)])
 def test_ranks_learn_the_same_over_it_as_in_shared_memory(tmp_path: Path, policy: str) -> None:
     own = train(tmp_path / "own", policy=policy, backend=POSTCARDS)
     ours = train(tmp_path / "ours", policy=policy, backend="cpu")

@@ -197,6 +197,7 @@ def test_without_wall_times_all_curves_are_drawn_against_training_time(tmp_path:
     assert layout["xaxis"]["title"]["text"] == "s, start-up and evaluation excluded"
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_from_records(tmp_path: Path, make_log: Callable[[], Any]) -> None:
     data = DataSource(may_download=False, max_samples=64)
     request = SuiteRequest(

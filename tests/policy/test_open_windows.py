@@ -271,6 +271,7 @@ def test_where_a_rank_lags_at_the_end_of_an_epoch_others_take_part_in_its_averag
     assert len(alone) >= 3
 
 
+@pytest.mark.slow
 @given(
     num_batches=st.integers(2, 40),
     paces=WORLDS,

@@ -77,7 +77,9 @@ def first_speeds(folder: Path, **options: Any) -> list[list[float]]:
     return [event["value"] for event in events if event["kind"] == "speeds"]
 
 
-@pytest.mark.parametrize("policy", ["auto", "balanced", "async", "cadence"])
+@pytest.mark.parametrize(
+    "policy", ["auto", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("balanced", "async", "cadence"))]
+)
 def test_ranks_that_share_out_batches_agree_on_their_speeds(tmp_path: Path, policy: str) -> None:
     first, second = first_speeds(tmp_path, policy=policy)
     assert first == second

@@ -226,6 +226,7 @@ def test_a_wish_to_stop_and_a_checkpoint_by_time_do_not_wait_for_the_end_of_a_lo
     assert checkpoint_files.find(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["async", "cadence"])
 def test_checkpoints_by_time_lose_nothing_and_can_be_resumed(policy: str, tmp_path: Path) -> None:
     setting = {"policy": policy, "devices": "cpu,cpu@0.5", "anchor": 2, "checkpoint_every": "0.02s", "keep": 100}
@@ -238,6 +239,7 @@ def test_checkpoints_by_time_lose_nothing_and_can_be_resumed(policy: str, tmp_pa
     assert [(epoch["epoch"], epoch["samples"]) for epoch in epochs] == [(n, SIZE) for n in range(EPOCHS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["async", "cadence"])
 def test_a_run_that_is_stopped_goes_on_where_it_was(policy: str, tmp_path: Path) -> None:
     setting = {"policy": policy, "devices": "cpu,cpu@0.5", "anchor": 2, "epochs": 40}

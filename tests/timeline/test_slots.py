@@ -115,6 +115,7 @@ def test_spans_of_a_lane_do_not_overlap_after_merging() -> None:
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(mine))
 
 
+@pytest.mark.slow
 def test_a_hundred_times_as_many_windows_are_hardly_more_events() -> None:
     short, long = len(limited(long_run(2, 1_000))), len(limited(long_run(2, 100_000)))
     # 2,400 seconds: slots of one second at first, and of a thousandth of the run after a thousand seconds.

@@ -151,6 +151,7 @@ def test_every_choice_of_three_devices_is_forecast() -> None:
     assert (advice.best.devices, advice.left_out) == (("cuda:0", "cuda:1"), ("cpu",))
 
 
+@pytest.mark.slow
 def test_of_many_devices_the_fastest_ones_are_forecast_together() -> None:
     devices = {f"cuda:{number}": 8.0 + number for number in range(6)}
     choices = {cell.devices for cell in advised(devices).cells if len(cell.devices) > 1}
@@ -226,6 +227,7 @@ def test_the_text_fits_a_terminal_and_names_what_to_set() -> None:
     assert sum(line.startswith("*") for line in text.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_text_of_many_devices_has_a_row_per_choice() -> None:
     text = str(advised({f"cuda:{number}%50": 1_000.0 + number for number in range(12)}))
     assert max(map(len, text.splitlines())) <= 80

@@ -47,6 +47,7 @@ def test_balanced_is_about_as_fast_as_the_fastest_alone_where_sharing_a_step_cos
     assert 0.98 < gains([1.0, 0.4], backend="cpu")["balanced"] <= 1.0
 
 
+@pytest.mark.slow
 @some
 @given(speeds=SPEEDS)
 def test_sync_never_beats_balanced(speeds: list[float]) -> None:
@@ -54,12 +55,14 @@ def test_sync_never_beats_balanced(speeds: list[float]) -> None:
     assert gains(speeds)["sync"] <= 1.02 * gains(speeds)["balanced"]
 
 
+@pytest.mark.slow
 @some
 @given(speeds=SPEEDS)
 def test_no_policy_promises_more_than_the_sum_of_the_speeds(speeds: list[float]) -> None:
     assert max(gains(speeds).values()) <= sum(speeds) + 1e-9
 
 
+@pytest.mark.slow
 @some
 @given(speeds=SPEEDS)
 def test_the_fastest_is_never_left_out(speeds: list[float]) -> None:

@@ -94,6 +94,7 @@ def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + 0.05 * tick))
 
 
+@pytest.mark.slow
 def test_balanced_equals_one_device_where_two_similar_ranks_work_alone_in_turn() -> None:
     options = {"optimizer": adam, "scheduler": falling, "policy": "balanced", "epochs": 40}
     run = train(recipe(**options), Bench(speeds=(0.9, 1.0), average_cost=0.7))
