@@ -198,6 +198,14 @@ def test_a_rate_set_by_hand_stays(tmp_path: Path) -> None:
     assert (recipe.lr_scale, recipe.scheduler) == (1.0, None)
 
 
+def test_runs_that_are_no_records_have_the_defaults_of_train(tmp_path: Path) -> None:
+    mode = parse_mode("cpu-cadence", num_devices=2)
+    made = make_mode_order(mode, task(), devices=DEVICES, run_dir=tmp_path, as_published=False).recipe
+    published = make_mode_order(mode, task(), devices=DEVICES, run_dir=tmp_path).recipe
+    assert (made.lr_scale, made.min_anchor) == (1.0, 1)
+    assert (published.lr_scale, published.min_anchor) == ("auto", 20)
+
+
 @pytest.mark.parametrize("name", ["cpu-sync", "graph-sync", "ddp"])
 def test_a_rate_for_several_batches_rises_from_that_for_one(name: str, tmp_path: Path) -> None:
     halving = partial(MultiStepLR, milestones=[6], gamma=0.5)

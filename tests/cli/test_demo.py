@@ -40,8 +40,11 @@ EPOCH = EpochMetrics(
 )
 
 
-def tell_run(mode: Mode, task: Task, *, run_dir: Path, on_message: Callable[[Message], None], **_: Any) -> ModeResult:
-    """A run that ended at once."""
+def tell_run(
+    mode: Mode, task: Task, *, run_dir: Path, on_message: Callable[[Message], None], as_published: bool, **_: Any
+) -> ModeResult:
+    """A run that ended at once, with the defaults that users have."""
+    assert not as_published
     epoch = replace(EPOCH, share_by_rank=(0.75, 0.25)) if mode.solo_rank is None else EPOCH
     on_message(Message(rank=0, kind="epoch", fields=as_json(epoch)))
     run_dir.mkdir(parents=True)

@@ -81,7 +81,9 @@ def run_demo(task: Task, *, devices: tuple[DeviceSpec, ...], output: Path, watch
         mode = parse_mode(name, num_devices=len(devices))
         taking_part = devices if mode.solo_rank is None else devices[mode.solo_rank : mode.solo_rank + 1]
         watcher.begin(name, devices=[str(spec) for spec in taking_part], position=position, num_modes=len(names))
-        results[name] = run_mode(mode, task, devices=devices, run_dir=output / name, on_message=watcher.saw)
+        results[name] = run_mode(
+            mode, task, devices=devices, run_dir=output / name, as_published=False, on_message=watcher.saw
+        )
         watcher.end(results[name])
     return Demo(task=task, devices=devices, output=output, results=results)
 

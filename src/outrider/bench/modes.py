@@ -138,16 +138,17 @@ def run_mode(
     devices: Sequence[DeviceSpec],
     run_dir: Path,
     settings: Mapping[str, Any] | None = None,
+    as_published: bool = True,
     on_start: Callable[[], None] = lambda: None,
     on_message: OnMessage = lambda message: None,
     starter: Starter | None = None,
 ) -> ModeResult:
     """Train in new processes and wait for the end; interrupted, it leaves none of them behind.
 
-    `settings` are options of `train()` set by hand; `on_start` is called once the run has its folder; `starter` trains
-    instead of the mode's own.
+    `settings` are options of `train()` set by hand; `as_published` is that of `make_mode_order`; `on_start` is called
+    once the run has its folder; `starter` trains instead of the mode's own.
     """
-    order = make_mode_order(mode, task, devices=devices, run_dir=run_dir, settings=settings or {})
+    order = make_mode_order(mode, task, devices=devices, run_dir=run_dir, settings=settings, as_published=as_published)
     with (starter or starter_of(mode))(order, on_message=on_message) as run:
         on_start()
         trained = run.join()
@@ -155,12 +156,21 @@ def run_mode(
 
 
 def make_mode_order(
-    mode: Mode, task: Task, *, devices: Sequence[DeviceSpec], run_dir: Path, settings: Mapping[str, Any] | None = None
+    mode: Mode,
+    task: Task,
+    *,
+    devices: Sequence[DeviceSpec],
+    run_dir: Path,
+    settings: Mapping[str, Any] | None = None,
+    as_published: bool = True,
 ) -> CheckedRun:
     """The order of a run of `train()`; a rank has the same threads in every mode.
 
     So a solo gets those that its rank has in the whole world, and a rank that works alone takes none of the others.
+    `as_published`: with the learning rate and the shortest windows of the published records, not with those that
+    `train()` has by default.
     """
+    given = settings or {}
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
         "epochs": task.epochs,
@@ -170,13 +180,11 @@ def make_mode_order(
         "scheduler": task.scheduler,
         "augment": task.augment,
         "max_grad_norm": task.max_grad_norm,
-        # By name, not by default: the published records were made with these.
-        "lr_scale": "auto",
-        "min_anchor": min(20, (settings or {}).get("max_anchor", 20)),
         "devices": [str(spec) for spec in devices],
         "run_dir": run_dir,
     }
-    given = settings or {}
+    if as_published:
+        options |= {"lr_scale": "auto", "min_anchor": min(20, given.get("max_anchor", 20))}
     if task.joined_warm_up is not None and mode.joins_batches and "lr_scale" not in given:
         options["lr_scale"] = float(len(devices))
         options["scheduler"] = rising(task.scheduler, len(devices), task.joined_warm_up)
