@@ -156,6 +156,22 @@ def test_a_run_that_failed_after_epochs_without_a_stop_is_replayed(tmp_path: Pat
     assert [epoch.has_same_bits for epoch in result.epochs] == [True] * 3
 
 
+def exploding_soon(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1e30 if steps > 40 else 1.0)
+
+
+@pytest.mark.parametrize("policy", ["async", "cadence"])
+def test_a_run_that_failed_in_an_average_is_replayed_to_it(tmp_path: Path, policy: str) -> None:
+    """A step is the last one of its window here: its own loss was finite, and the model after it is not."""
+    changes = {"scheduler": exploding_soon, "anchor": 1}
+    with pytest.raises(OutriderError, match="not finite"):
+        train(policy, run_dir=tmp_path / "run", **changes).join()
+    result = outrider.replay(tmp_path / "run", **arguments(policy, **changes))
+    assert result.error is not None
+    assert "not finite" in result.error.message
+    assert result.departure is None
+
+
 def test_shared_steps_are_replayed(tmp_path: Path) -> None:
     train("auto", run_dir=tmp_path / "run").join()
     result = outrider.replay(tmp_path / "run", **arguments("auto"))

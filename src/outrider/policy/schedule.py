@@ -52,6 +52,14 @@ class ScheduleRecorder:
         if entry is not None:
             self._keep(entry)
 
+    def failed(self, effect: Effect) -> None:
+        """Record an average that raised an error, so that a replay raises it too."""
+        match effect:
+            case Average() | Begin():
+                self.saw(effect, None)
+            case Poll() | Collect():
+                self._keep(["collect", None])
+
     def ended(self, left: Sequence[Lease], digest: str | None) -> None:
         """Record the end of the segment: its unused ranges, and the digest of this rank's model."""
         self._keep(["ended", [[lease.start, lease.count] for lease in left], digest])

@@ -27,13 +27,13 @@ from outrider.average.own_arena import OwnArena
 from outrider.average.rank_facts import Settled
 from outrider.average.resting import content_hash
 from outrider.average.transport.backend_table import BackendSpec, backend_spec
-from outrider.errors import ConfigError, StepError, WaitError
+from outrider.errors import ConfigError, WaitError
 from outrider.policy.policies import LOCAL_STEP_POLICIES
 from outrider.rank.layout_watch import LayoutSizes, LayoutWatch, NewLayout, joins, sizes_of, wait_for
 from outrider.rank.solo_averages import SoloAverages
 from outrider.rank.window import BATCHES, NUM_FACTS
 from outrider.replica import state_transfer
-from outrider.replica.finite import GRADIENT_HINT, gradient_not_finite
+from outrider.replica.finite import average_not_finite, gradient_not_finite
 from outrider.replica.rank_replica import RankReplica
 from outrider.world.world import World
 
@@ -382,15 +382,11 @@ class GroupAverages:
         return settled
 
     def _refuse_average(self, settled: Settled) -> None:
-        """Raise if a rank brought parameters that are not finite; only that rank itself knows the step."""
+        """Raise if a rank brought parameters that are not finite."""
         if self._replica.rank in settled.not_finite:
             self._replica.check_loss()
         for rank in settled.not_finite:
-            raise StepError(
-                f"rank {rank} ({self._names[rank]}): its parameters were not finite at an average",
-                hint=GRADIENT_HINT,
-                rank=rank,
-            )
+            raise average_not_finite(rank=rank, name=self._names[rank])
 
     def _await_optimizers(self, settled: Settled) -> None:
         """Attach optimizer state once every rank has some; all ranks decide this from the same facts."""

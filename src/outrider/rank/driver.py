@@ -296,9 +296,19 @@ class Driver:
                 else:
                     stepped_s = time.perf_counter()
             else:
-                result = self._handlers[type(effect)](effect)
-                if segment.schedule is not None:
-                    segment.schedule.saw(effect, result)
+                result = self._handle(effect, segment.schedule)
+
+    def _handle(self, effect: Effect, schedule: ScheduleRecorder | None) -> Any:
+        """Do what the policy asks for besides steps, and record it."""
+        try:
+            result = self._handlers[type(effect)](effect)
+        except OutriderError:
+            if schedule is not None:
+                schedule.failed(effect)
+            raise
+        if schedule is not None:
+            schedule.saw(effect, result)
+        return result
 
     def _record_end(self, schedule: ScheduleRecorder) -> None:
         """Record what a replay continues from, and the digest that it compares its model with."""

@@ -91,6 +91,13 @@ def gradient_not_finite(*, rank: int, name: str, step: int) -> StepError:
     )
 
 
+def average_not_finite(*, rank: int, name: str) -> StepError:
+    """The error of a rank whose displacement was not finite; only that rank itself knows the step."""
+    return StepError(
+        f"rank {rank} ({name}): its parameters were not finite at an average", hint=GRADIENT_HINT, rank=rank
+    )
+
+
 def refuse_to_save(replica: Checked) -> None:
     """Raise an error instead of saving parameters that are not finite; earlier checkpoints stay."""
     if not replica.finite.is_finite():

@@ -23,7 +23,7 @@ from outrider.data.randomness import RandomStates
 from outrider.errors import ConfigError
 from outrider.policy.effects import Batch
 from outrider.replica import state_transfer
-from outrider.replica.finite import gradient_not_finite
+from outrider.replica.finite import average_not_finite, gradient_not_finite
 from outrider.replica.recipe import Recipe
 from outrider.replica.replica import Replica
 
@@ -159,6 +159,9 @@ class ReplicaWork:
             exchange.open(count, [])
             self._samples_by_rank[rank] += count
         settled = meet_pieces(self.exchanges)
+        for rank in settled[0].not_finite:
+            self.replicas[rank].check_loss()
+            raise average_not_finite(rank=rank, name="lab")
         self._effective_ranks = settled[0].effective_ranks
         return settled[0].drift
 
