@@ -1,6 +1,6 @@
-"""A user's loop in which rank 0 soon trains alone: `resting_script.py FOLDER CASE DEVICES`.
+"""A user's loop in which rank 0 soon trains alone: `resting_script.py FOLDER CASES DEVICES`, cases with commas between.
 
-The splitter is scripted: some shared steps, then rank 0 alone until the end, in short stretches. `CASE` chooses what
+The splitter is scripted: some shared steps, then rank 0 alone until the end, in short stretches. A case chooses what
 else the loop does. Every rank writes what it saw and its final state.
 """
 
@@ -172,4 +172,5 @@ def train(folder: Path, case: str, devices: str) -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    for name in sys.argv[2].split(","):
+        train(Path(sys.argv[1]) / f"{name}-{sys.argv[3]}", name, sys.argv[3])

@@ -27,9 +27,7 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
     return epochs
 
 
-@pytest.mark.parametrize(
-    ("devices", "policy"), [("cpu", "sync"), ("cpu,cpu", "sync"), ("cpu,cpu", "cadence")], ids=lambda value: value
-)
+@pytest.mark.parametrize(("devices", "policy"), [("cpu", "sync"), ("cpu,cpu", "cadence")], ids=lambda value: value)
 def test_an_interrupted_loop_goes_on_as_if_it_had_not_been(
     script_runner: Any, tmp_path: Path, devices: str, policy: str
 ) -> None:

@@ -146,7 +146,7 @@ def curves(folder: Path, policy: str, devices: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["balanced", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["balanced", "async"])
 def test_a_schedule_written_by_hand_is_the_same_on_one_rank_and_on_two_unequal_ones(
     tmp_path: Path, policy: str
 ) -> None:

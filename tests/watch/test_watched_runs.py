@@ -129,8 +129,15 @@ def seen_at(pulses: Mapping[int, list[Pulse]], at_s: float) -> LiveVerdict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize(("point", "kind"), [("data", "data"), ("compute", "compute"), ("average", "link")])
+@pytest.mark.parametrize(
+    ("point", "kind", "policy"),
+    [
+        ("data", "data", "cadence"),
+        ("compute", "compute", "sync"),
+        ("average", "link", "sync"),
+        ("average", "link", "cadence"),
+    ],
+)
 def test_a_delay_is_named_on_its_rank_ten_seconds_after_it_began(
     tmp_path: Path, policy: str, point: str, kind: str
 ) -> None:
