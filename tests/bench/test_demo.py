@@ -132,8 +132,8 @@ def test_a_device_that_rested_is_named(task: Task, mode: str) -> None:
 
 def test_the_conditions_fit_80_columns(task: Task) -> None:
     assert conditions(task).splitlines() == [
-        "lenet on glyphs (stand-in): 1 epoch of 20 samples,",
-        "batch 32 per rank (in auto and balanced: of all ranks),",
+        "wide lenet on glyphs (stand-in): 1 epoch of 20 samples,",
+        "batch 128 per rank (in auto and balanced: of all ranks),",
         "the same seed and order in every mode; auto is the default policy",
     ]
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
 from torch.utils.data import TensorDataset
 
 from outrider.bench.datasets.mnist import NUM_CLASSES, SIDE, glyphs
-from outrider.bench.models.image_models import accuracy, cross_entropy_step, lenet, mlp
+from outrider.bench.models.image_models import accuracy, cross_entropy_step, lenet, mlp, wide_lenet
 from outrider.data.augmented_feed import AugmentFunction
 from outrider.errors import unknown_name
 from outrider.replica.recipe import EvaluateFunction, OptimizerFactory, SchedulerFactory, StepFunction
@@ -72,16 +72,16 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def demo_task(*, epochs: int, num_train: int = 3_000, num_test: int = 1_500) -> Task:
-    """LeNet on drawn glyphs: small enough for a laptop, large enough that averaging costs what it costs elsewhere."""
+    """A wide LeNet on drawn glyphs: small enough for a laptop, with steps that are long enough to be shared."""
     data = glyphs(num_train, num_test)
     return Task(
-        name="lenet",
+        name="wide lenet",
         data_name=data.name,
-        model=lenet,
+        model=wide_lenet,
         optimizer=adam,
         step=cross_entropy_step,
         dataset=data.train,
-        batch_size=32,
+        batch_size=128,
         epochs=epochs,
         evaluate=accuracy,
         eval_dataset=data.test,

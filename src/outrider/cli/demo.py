@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.machine.devices import DeviceSpec
 
 EPILOG = (
-    "Example: outrider demo --devices cpu,cpu@0.4 --epochs 8. Outside of a terminal, and with --json, the last line of "
+    "Example: outrider demo --devices cpu,cpu@0.4 --epochs 6. Outside of a terminal, and with --json, the last line of "
     "stdout is JSON."
 )
 BUSY_S = 0.5
@@ -25,7 +25,7 @@ BUSY_S = 0.5
 
 def demo(
     devices: Annotated[str, typer.Option("--devices", help="Devices of the ranks.")] = "cpu,cpu@0.4",
-    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Epochs of each mode.")] = 8,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Epochs of each mode.")] = 6,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FOLDER", help="Where the runs go; runs/demo-<time>.")
     ] = None,

@@ -59,13 +59,23 @@ def mlp() -> nn.Module:
 
 def lenet() -> nn.Module:
     """LeNet-5 (LeCun et al. 1998) with batch normalization, ReLU and max pooling (44,470 parameters)."""
+    return _lenet(6, 16)
+
+
+def wide_lenet() -> nn.Module:
+    """The same with 32 and 64 channels (186,302 parameters): one core takes a tenth of a second for a batch of 128."""
+    return _lenet(32, 64)
+
+
+def _lenet(first: int, second: int) -> nn.Module:
+    """With so many channels in its two convolutions."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Unflatten(1, (1, 28, 28)),
-        *_conv_stage(1, 6),
-        *_conv_stage(6, 16),
+        *_conv_stage(1, first),
+        *_conv_stage(first, second),
         nn.Flatten(),
-        nn.Linear(256, 120),
+        nn.Linear(16 * second, 120),
         nn.ReLU(),
         nn.Linear(120, 84),
         nn.ReLU(),
