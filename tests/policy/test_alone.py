@@ -308,6 +308,48 @@ def test_who_goes_alone_at_first_is_clearly_the_faster_one() -> None:
     assert told_at_first(*[parts(1.0, 1.2)] * 9) is None
 
 
+def hasty(slow_ms: float = 2.5, *, steps_left: float | None) -> tuple[Alone, str | None]:
+    """Two first shared steps of 12.5 ms, then 32 batches of 2 ms on the fast rank alone; its last reason."""
+    alone = Alone()
+    for _ in range(2):
+        alone.bound(parts(1.0, slow_ms))
+        alone.shared_at_first(parts(1.0, slow_ms), steps_left=steps_left)
+    assert alone.rank == 0
+    alone = saved(alone)
+    alone.alone(stretch(ms=2.0, batches=STRETCH_MIN), steps_left=steps_left)
+    return alone, alone.alone(stretch(ms=2.0, batches=STRETCH_MIN), steps_left=steps_left)
+
+
+def saved(alone: Alone) -> Alone:
+    again = Alone()
+    again.restore(json.loads(json.dumps(alone.state())))
+    return again
+
+
+def test_sharing_is_tried_once_more_after_few_first_steps() -> None:
+    """Three steps of 12.5 ms in place of 2 ms cost 15.75 of the latter, and a hundredth of the rest pays for that."""
+    alone, reason = hasty(steps_left=1_600)
+    assert reason == "rank 0 alone takes 2.00 ms; few shared steps were seen, so they are tried again"
+    assert alone.rank is None
+    alone.forget()
+    alone = saved(alone)
+    for _ in range(2):
+        alone.bound(parts(1.0, 2.5))
+        alone.shared_at_first(parts(1.0, 2.5), steps_left=1_600)
+    assert alone.rank == 0
+    assert [alone.alone(stretch(ms=2.0, batches=16), steps_left=1_600) for _ in range(20)] == [None] * 20
+
+
+def test_sharing_is_not_tried_once_more_where_that_costs_much_of_the_run() -> None:
+    alone, reason = hasty(steps_left=1_500)
+    assert (alone.rank, reason) == (0, None)
+
+
+def test_sharing_is_not_tried_once_more_with_a_rank_that_could_help_little() -> None:
+    alone, reason = hasty(150.0, steps_left=1e6)
+    assert (alone.rank, reason) == (0, None)
+
+
 def test_hiccups_do_not_make_the_slower_rank_work_alone() -> None:
     assert told_at_first(parts(1.0, 2.5), *[parts(30.0, 2.5)] * 2) == 0
 
@@ -642,7 +684,7 @@ def test_shared_steps_that_were_on_their_way_change_nothing_for_who_works_alone(
         quick = RankFacts(samples=1, batches=1, compute_ms=0.01, exposed_ms=0.0)
         assert splitter.learn(AverageReport(window=0, ranks=(slow, quick))) == []
     for _ in range(2):
-        splitter.learn_alone(stretch(ms=1.2))
+        splitter.learn_alone(stretch(ms=1.2), left=20 * TOTAL)
     assert splitter.lone == 0
 
 

@@ -459,7 +459,7 @@ def test_measured_alone_a_rank_counts_without_its_gain_beside_others() -> None:
     worked = RankFacts(samples=6400, batches=64, compute_ms=640.0, exposed_ms=0.0)
     rested = RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.0)
     for _ in range(2):
-        splitter.learn_alone(AverageReport(window=0, ranks=(worked, rested)))
+        splitter.learn_alone(AverageReport(window=0, ranks=(worked, rested)), left=2_000)
     assert splitter.lone == 0
     assert splitter.rates_alone is not None
     assert splitter.own_rates is not None

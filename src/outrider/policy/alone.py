@@ -61,6 +61,10 @@ CLEARLY_FASTER = 1.25
 # time until all ranks are tried again, even if it may take up to this many times as long. The faster rank stays.
 COMPARED_PART = 0.01
 COMPARED_BELOW = 4.0
+# The first shared steps are few and often slow. A rank that goes alone after them is compared with sharing once more,
+# which takes about so many steps, if that costs at most this part of the rest of the run and sharing may still gain.
+SECOND_LOOK_STEPS = 3
+SECOND_LOOK_PART = 0.01
 SUMS_HANDED_OVER = 6
 """Transfers of a trial, in gradient all-reduces: model and optimizer state are about three, there and back."""
 # After the comparison, a lone rank gives way to another one that takes at most this part of its time.
@@ -108,6 +112,10 @@ class Alone:
         self._slowness: float | None = None
         self.is_unshared = False
         """Whether a rank works alone without a trial, because the run is too short for one."""
+        self._may_look_again = True
+        """Whether sharing may be tried once more after a rank went alone by the first shared steps."""
+        self._is_hasty = False
+        """Whether the rank that works alone went alone by them."""
 
     @property
     def stays(self) -> bool:
@@ -247,10 +255,12 @@ class Alone:
         self._num_clear = 0
         self.measure(report)
         self._begin(times_ms, steps_left)
+        self._is_hasty = True
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone about {alone_ms:.2f} ms"
 
     def _begin(self, times_ms: Sequence[float], steps_left: float | None) -> None:
         """Let the rank with the shortest time continue alone."""
+        self._is_hasty = False
         alone_ms = min(times_ms)
         self._enter(times_ms.index(alone_ms), alone_ms, steps_left)
         self._thought_ms = list(times_ms)
@@ -301,6 +311,10 @@ class Alone:
                 return self._try_others_at_first(self._slowness, steps_left)
             if (change := self._other(steps_left)) is not None:
                 return change
+            if self._is_hasty and self._pays_to_look_again(steps_left):
+                rank, self._may_look_again = self.rank, False
+                self._try_others()
+                return f"rank {rank} alone takes {step_ms:.2f} ms; few shared steps were seen, so they are tried again"
         if self._left > 0 or self.stays:
             return None
         self._try_others()
@@ -312,6 +326,16 @@ class Alone:
             return False
         lost_ms = (SHARED_STEPS - self._batches) * (self._ms / self._batches - self._shared)
         return lost_ms > LOST_PART * steps_left * self._shared
+
+    def _pays_to_look_again(self, steps_left: float | None) -> bool:
+        """Whether one more trial of sharing costs little of the rest of the run, and sharing may gain."""
+        if not self._may_look_again:
+            return False
+        beside_ms = [ms * self.gain(rank) for rank, ms in enumerate(self._at_most_ms)]
+        if sum(1 / ms for ms in beside_ms) * self._expected_ms * CLEARLY_QUICKER < 1:
+            return False
+        lost = SECOND_LOOK_STEPS * (self._shared / self._expected_ms - 1)
+        return steps_left is None or lost <= SECOND_LOOK_PART * steps_left
 
     def _try_others(self) -> None:
         """Let all ranks share steps again."""
@@ -383,6 +407,8 @@ class Alone:
             "alone_ms": [[rank, ms] for rank, ms in self._alone_ms.items()],
             "slowness": self._slowness,
             "is_unshared": self.is_unshared,
+            "may_look_again": self._may_look_again,
+            "is_hasty": self._is_hasty,
             "gains": list(self.gains),
         }
 
@@ -403,6 +429,8 @@ class Alone:
         self._alone_ms = dict(state.get("alone_ms", ()))
         self._slowness = state.get("slowness")
         self.is_unshared = state.get("is_unshared", False)
+        self._may_look_again = state.get("may_look_again", True)
+        self._is_hasty = state.get("is_hasty", False)
         self.gains = tuple(state.get("gains", ()))
 
 
