@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider.policy.effects import AverageReport
 from outrider.policy.step_cost import Cost
+from outrider.policy.whole_batches import WholeBatches
 
 SHARED_STEPS = 16
 """Shared steps are judged after this many measurements."""
@@ -77,7 +78,7 @@ class Alone:
     def __init__(self, *, longest_stretch_s: float = LONGEST_STRETCH_S, only: int | None = None) -> None:
         """`only`: the one rank that may work alone, and then stays alone until the end of the run; None if any may.
 
-        So it goes alone without a trial, and only where its fitted time says clearly that sharing loses.
+        It cannot be tried alone. Before it stays alone, whole batches that it takes in shared steps are measured.
         """
         self._longest_ms = 1e3 * longest_stretch_s
         self._only = only
@@ -116,6 +117,12 @@ class Alone:
         """Whether sharing may be tried once more after a rank went alone by the first shared steps."""
         self._is_hasty = False
         """Whether the rank that works alone went alone by them."""
+        self._wholes = WholeBatches()
+
+    @property
+    def measures_wholes(self) -> bool:
+        """Whether the only rank that may work alone is to take whole batches in shared steps now."""
+        return self._wholes.is_measuring
 
     @property
     def stays(self) -> bool:
@@ -220,10 +227,14 @@ class Alone:
         alone_ms = min(times_ms)
         if len(self._shared_ms) < SHARED_STEPS and alone_ms > CLEARLY_QUICKER * self._shared:
             return None
-        is_close = alone_ms < (TRIED_BELOW if self._only is None else CLEARLY_QUICKER) * self._shared
+        is_close = alone_ms < TRIED_BELOW * self._shared
         if not is_close and not self._may_be_tried_once(alone_ms, steps_left):
             self._left = SHARED_STEPS
             self._is_trial, self._trial_part = False, TRIAL_PART
+            return None
+        if self._only is not None:
+            self._is_tried = True
+            self._wholes.begin()
             return None
         self._begin(times_ms, steps_left)
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone {alone_ms:.2f} ms by its fitted time"
@@ -234,27 +245,36 @@ class Alone:
 
     def _may_be_tried_once(self, alone_ms: float, steps_left: float | None) -> bool:
         """Whether a trial against the advice of the fitted time costs little of the rest of the run."""
-        if self._only is not None or self._is_tried or steps_left is None:
-            return False
-        if alone_ms >= TRIED_ONCE_BELOW * self._shared:
+        if self._is_tried or steps_left is None or alone_ms >= TRIED_ONCE_BELOW * self._shared:
             return False
         return TRIAL_STEPS * (alone_ms / self._shared - 1) < TRIED_ONCE_PART * steps_left
 
+    def whole(self, report: AverageReport, *, steps_left: float | None = None) -> str | None:
+        """Record a shared step in which the only rank took the whole batch; returns the reason if it continues alone."""
+        assert self._only is not None
+        facts = report.ranks[self._only]
+        is_quicker = self._wholes.add(facts.compute_ms / self.gain(self._only), shared_ms=self._shared)
+        if is_quicker is None:
+            return None
+        if not is_quicker:
+            self._left = self._wholes.put_off()
+            return None
+        alone_ms = self._wholes.typical_ms
+        self._begin(self._of_candidates([alone_ms] * len(report.ranks)), steps_left)
+        return f"a shared step takes {self._shared:.2f} ms, a whole batch on rank {self.rank} {alone_ms:.2f} ms"
+
     def shared_at_first(self, report: AverageReport, *, steps_left: float | None = None) -> str | None:
         """Record a steady shared step before times can be fitted; returns the reason if a rank continues alone."""
-        if not self._at_most_ms:
+        if not self._at_most_ms or self._only is not None:
             return None
-        times_ms = self._of_candidates(self._at_most_ms)
-        alone_ms = min(times_ms)
-        next_ms = sorted(self._at_most_ms)[1] if alone_ms <= min(self._at_most_ms) else 0.0
+        alone_ms, next_ms, *_ = sorted(self._at_most_ms)
         is_clear = alone_ms < CLEARLY_LESS * _step_ms(report) and alone_ms * CLEARLY_FASTER < next_ms
         self._num_clear = self._num_clear + 1 if is_clear else 0
-        # A rank that stays alone is not on trial.
-        if self._num_clear < (CLEAR_STEPS if self._only is None else CLEAR_SHARED_STEPS):
+        if self._num_clear < CLEAR_STEPS:
             return None
         self._num_clear = 0
         self.measure(report)
-        self._begin(times_ms, steps_left)
+        self._begin(self._at_most_ms, steps_left)
         self._is_hasty = True
         return f"a shared step takes {self._shared:.2f} ms, rank {self.rank} alone about {alone_ms:.2f} ms"
 
@@ -410,6 +430,7 @@ class Alone:
             "may_look_again": self._may_look_again,
             "is_hasty": self._is_hasty,
             "gains": list(self.gains),
+            "wait": self._wholes.wait,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -432,6 +453,7 @@ class Alone:
         self._may_look_again = state.get("may_look_again", True)
         self._is_hasty = state.get("is_hasty", False)
         self.gains = tuple(state.get("gains", ()))
+        self._wholes.wait = state.get("wait", self._wholes.wait)
 
 
 def _step_ms(report: AverageReport) -> float:

@@ -262,7 +262,7 @@ class Splitter:
     @property
     def is_exploring(self) -> bool:
         """Whether the splitter currently varies splits."""
-        return self._exploring_left > 0 and self._shares is None
+        return (self._exploring_left > 0 or self._alone.measures_wholes) and self._shares is None
 
     def next(self, total: int, *, is_usual: bool = True) -> Split:
         """The split of the next step; it stays the same until the splitter learns something."""
@@ -350,6 +350,8 @@ class Splitter:
         if not _is_steady(report):
             # A rank met a new shape: the time of such a step does not tell its speed.
             return []
+        if self._alone.measures_wholes:
+            return self._judge_whole(report, left)
         if self._exploring_left and self._may_rest:
             steps_left = None if left is None else left / report.samples
             reason = self._alone.shared_at_first(report, steps_left=steps_left)
@@ -397,6 +399,18 @@ class Splitter:
             return []
         steps_left = None if left is None else left / report.samples
         reason = self._alone.shared(report, self._costs(), report.samples, steps_left=steps_left)
+        if self._alone.measures_wholes:
+            self._usual = self._made(report.samples)
+        return [] if reason is None else self._goes_alone(reason)
+
+    def _judge_whole(self, report: AverageReport, left: int | None) -> list[Decision]:
+        assert self._only_alone is not None
+        if report.samples != self.usual_samples or report.ranks[self._only_alone].samples != report.samples:
+            # A short batch, or a split that was decided before.
+            return []
+        reason = self._alone.whole(report, steps_left=None if left is None else left / report.samples)
+        if not self._alone.measures_wholes:
+            self._usual = self._made(report.samples)
         return [] if reason is None else self._goes_alone(reason)
 
     def _shared_once_more(self, why: str, report: AverageReport) -> list[Decision]:
@@ -477,7 +491,8 @@ class Splitter:
         return given[rank] if given else 1 / self._world_size
 
     def state(self) -> dict[str, Any]:
-        split = self._usual
+        # A comparison with whole batches begins anew after a resume.
+        split = None if self._alone.measures_wholes else self._usual
         return {
             "models": [model.state() for model in self._models],
             "num_steps": self._num_steps,
@@ -559,6 +574,9 @@ class Splitter:
             return Split(samples=self._in_proportion(total, parts), reason=reason)
         if self._exploring_left:
             return Split(samples=self._varied(total), reason="sizes varied to tell fixed from per-sample cost")
+        if self._alone.measures_wholes:
+            whole = tuple(total if rank == self._only_alone else 0 for rank in range(self._world_size))
+            return Split(samples=whole, reason=f"whole batches on rank {self._only_alone}, to compare with sharing")
         return Split(samples=self._best(total), reason="by the fitted times")
 
     def _best(self, total: int) -> tuple[int, ...]:
