@@ -1,4 +1,4 @@
-"""The README keeps its word: it is short, its first example trains, and its links and the rooms that it names exist."""
+"""The README keeps its word: it is short, its first example trains, and its links and named packages exist."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 FIRST_EXAMPLE = README.split("```python\n")[1].split("```")[0]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-ROOMS = sorted(path.parent.name for path in (ROOT / "src" / "outrider").glob("*/__init__.py"))
+SUB_PACKAGES = sorted(path.parent.name for path in (ROOT / "src" / "outrider").glob("*/__init__.py"))
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_architecture_names_every_room(room: str) -> None:
-    assert f"`{room}/`" in ARCHITECTURE
+@pytest.mark.parametrize("name", SUB_PACKAGES)
+def test_the_architecture_names_every_package(name: str) -> None:
+    assert f"`{name}/`" in ARCHITECTURE
 
 
-def test_the_architecture_draws_every_room() -> None:
+def test_the_architecture_draws_every_package() -> None:
     picture = ARCHITECTURE.split("```mermaid\n")[1].split("```")[0]
     drawn = set(re.findall(r"\w+", picture))
-    assert [room for room in ROOMS if room not in drawn] == []
+    assert [name for name in SUB_PACKAGES if name not in drawn] == []
 
 
 def test_the_architecture_names_only_files_that_exist() -> None:
@@ -49,8 +49,10 @@ def test_the_first_example_trains_two_ranks(tmp_path: Path) -> None:
     assert len(FIRST_EXAMPLE.strip().splitlines()) <= 15
     assert 'devices="cpu,cpu@0.5"' in FIRST_EXAMPLE
     (tmp_path / "example.py").write_text(FIRST_EXAMPLE.replace("20_000", "2_000"))
-    # One thread per rank: with the cores of rank 1, rank 0 begins alone, and so short a run does not try both.
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "OUTRIDER_OVERRIDES": '{"threads_per_rank": 1}'}
+    # The example sets one thread per rank: with the cores of rank 1, rank 0 would begin alone, and so short a run would
+    # not try both.
+    assert "threads_per_rank=1" in FIRST_EXAMPLE
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "example.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=False

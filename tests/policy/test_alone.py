@@ -21,6 +21,7 @@ from outrider.policy.alone import (
 from outrider.policy.batch_splitter import Splitter
 from outrider.policy.effects import AverageReport, RankFacts
 from outrider.policy.step_cost import GivenCost
+from outrider.policy.whole_batches import WholeBatches
 from outrider.virtual.simulator import DeviceSpeed, MeasuredCosts, Network, Scenario, simulate
 
 FAST, SLOW = GivenCost(0.0, 0.01), GivenCost(1.0, 0.05)
@@ -577,20 +578,113 @@ def slow_link(speeds: tuple[float, ...]) -> Scenario:
     )
 
 
-def test_the_only_rank_goes_alone_without_a_trial_and_so_where_it_is_clearly_quicker() -> None:
-    close, clear, others = Alone(only=0), Alone(only=0), Alone()
-    for _ in range(200):
-        close.shared(shared(ms=1.04), (FAST, SLOW), TOTAL, steps_left=1e6)
-        clear.shared(shared(ms=1.2), (FAST, SLOW), TOTAL, steps_left=1e6)
-        if others.rank is None:
-            others.shared(shared(ms=1.04), (FAST, SLOW), TOTAL, steps_left=1e6)
-    assert (close.rank, clear.rank, others.rank) == (None, 0, 0)
+def whole(*, ms: float) -> AverageReport:
+    """A shared step in which rank 0 took the whole batch."""
+    ranks = (
+        RankFacts(samples=TOTAL, batches=1, compute_ms=ms, exposed_ms=0.1),
+        RankFacts(samples=0, batches=0, compute_ms=0.0, exposed_ms=0.1),
+    )
+    return AverageReport(window=0, ranks=ranks)
+
+
+def measuring_wholes(*, shared_ms: float) -> Alone:
+    alone = Alone(only=0)
+    while not alone.measures_wholes:
+        assert alone.shared(shared(ms=shared_ms), (FAST, SLOW), TOTAL, steps_left=1e6) is None
+    assert alone.rank is None
+    return alone
+
+
+def test_the_only_rank_stays_alone_once_whole_batches_are_measured_to_be_quicker() -> None:
+    alone = measuring_wholes(shared_ms=1.2)
+    reasons = [alone.whole(whole(ms=0.8)) for _ in range(2)]
+    assert reasons == [None, "a shared step takes 1.20 ms, a whole batch on rank 0 0.80 ms"]
+    assert (alone.rank, alone.stays, alone.step_ms) == (0, True, 0.8)
+
+
+def test_sharing_stays_where_whole_batches_take_as_long_and_is_compared_ever_later() -> None:
+    alone, waits = measuring_wholes(shared_ms=1.04), []
+    for _ in range(3):
+        while alone.measures_wholes:
+            assert alone.whole(whole(ms=1.1)) is None
+        steps = 0
+        while not alone.measures_wholes:
+            alone.shared(shared(ms=1.04), (FAST, SLOW), TOTAL, steps_left=1e6)
+            steps += 1
+        waits.append(steps)
+    assert alone.rank is None
+    assert waits == [64, 256, 1024]
+
+
+def test_a_comparison_with_whole_batches_needs_more_of_them_the_closer_it_is() -> None:
+    found = {}
+    for ratio in (0.5, 0.7, 0.85, 0.93, 0.97, 1.05):
+        wholes, number, verdict = WholeBatches(), 0, None
+        wholes.begin()
+        while verdict is None:
+            verdict, number = wholes.add(ratio, shared_ms=1.0), number + 1
+        found[ratio] = (number, verdict)
+    assert found == {
+        0.5: (1, True),
+        0.7: (2, True),
+        0.85: (8, True),
+        0.93: (16, True),
+        0.97: (16, False),
+        1.05: (4, False),
+    }
+
+
+def learn_slow_sum(splitter: Splitter) -> None:
+    """One shared step, with sums that take longer than what a second rank saves."""
+    times_ms = [(0.02 * n, n) for n in splitter.next(TOTAL).samples]
+    ranks = tuple(RankFacts(samples=n, batches=n > 0, compute_ms=ms, exposed_ms=5.0) for ms, n in times_ms)
+    splitter.learn(AverageReport(window=0, ranks=ranks))
+
+
+def test_the_splitter_gives_the_only_rank_whole_batches_before_it_stays_alone() -> None:
+    splitter = Splitter(world_size=2, may_rest=True, only_alone=0)
+    splits = []
+    while splitter.lone is None:
+        splits.append(splitter.next(TOTAL).samples)
+        learn_slow_sum(splitter)
+    assert (TOTAL, 0) in splits[:-1]
+    # The last step before it stays alone is shared as usual.
+    assert splits[-1] != (TOTAL, 0)
+
+
+def test_a_resumed_splitter_shares_as_usual_after_a_comparison_was_cut_short() -> None:
+    splitter, resumed = (Splitter(world_size=2, may_rest=True, only_alone=0) for _ in range(2))
+    while splitter.next(TOTAL).samples != (TOTAL, 0):
+        learn_slow_sum(splitter)
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    assert resumed.next(TOTAL).samples != (TOTAL, 0)
+
+
+@pytest.mark.parametrize("jitter", [0.05, 0.1, 0.15])
+def test_a_user_loop_goes_on_sharing_where_that_gains_though_some_steps_are_lucky(jitter: float) -> None:
+    """Once rank 0 stays alone, there is no way back; before, a single short step time was enough."""
+    for seed in range(4):
+        outcome = simulate("auto", short_sums((1.0, 0.4), jitter=jitter, seed=seed))
+        assert outcome.samples_per_s > 1.15 * outcome.fastest_samples_per_s
+
+
+def short_sums(speeds: tuple[float, ...], *, jitter: float, seed: int) -> Scenario:
+    """Steps of 64 ms at speed 1, sums of about 1 ms; in a user's own loop."""
+    return Scenario(
+        speeds=tuple(DeviceSpeed(per_sample_ms=0.95 / one, fixed_ms=3.2 / one, jitter=jitter) for one in speeds),
+        network=Network(bandwidth_bytes_per_s=1e8),
+        num_samples=64 * 1000,
+        batch_size=64,
+        global_batch_size=64,
+        model_bytes=80_000,
+        only_alone=0,
+        seed=seed,
+    )
 
 
 def test_stretches_of_the_only_rank_grow_slowly_because_its_loop_may_pause() -> None:
-    alone = Alone(only=0)
-    while alone.rank is None:
-        alone.shared(shared(ms=2.0), (FAST, SLOW), TOTAL)
+    alone = measuring_wholes(shared_ms=2.0)
+    alone.whole(whole(ms=1.0))
     lengths = []
     for _ in range(9):
         alone.alone(stretch(ms=1.0, batches=alone.stretch))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -191,6 +192,18 @@ def _yields(effect: Any) -> PolicySpec:
     return PolicySpec(name="odd", open=policy)
 
 
+def _steps_on(first: int, stop: int, second: int | None = None) -> Callable[[SegmentContext], Policy]:
+    """Rank 0 steps on `first` to `stop`; rank 1 on the same number from `second`, by default the same positions."""
+
+    def policy(segment: SegmentContext) -> Policy:
+        start = first if segment.seat.rank == 0 or second is None else second
+        yield Step(Batch(start, stop - first), at=0)
+        if second is not None and segment.seat.rank == 0:
+            yield Step(Batch(6400 - 32, 32), at=0)
+
+    return policy
+
+
 def _returns(segment: SegmentContext) -> Any:
     return [Step(Batch(0, 1), at=0)]
 
@@ -204,10 +217,21 @@ def _returns(segment: SegmentContext) -> Any:
             _yields(Step(Batch(6400, 8), at=0)),
             "policy 'odd' stepped on positions 6400 to 6408, its segment has 0 to 6400",
         ),
-        (_yields(Step(Batch(0, 8), at=0)), "policy 'odd' stepped on 16 samples of an epoch of 6400"),
+        (
+            _yields(Step(Batch(0, 8), at=0)),
+            "policy 'odd' does not use each sample once: it stepped on 16 samples of an epoch of 6400",
+        ),
+        (
+            PolicySpec(name="odd", open=_steps_on(0, 3200)),
+            "policy 'odd' does not use each sample once: ranks stepped 2 times on position 0",
+        ),
+        (
+            PolicySpec(name="odd", open=_steps_on(0, 3184, 3216)),
+            "policy 'odd' does not use each sample once: no rank stepped on position 3184",
+        ),
         (PolicySpec(name="odd", open=_returns), "open of policy 'odd' returned list, expected a generator"),
     ],
-    ids=["no effect", "shared", "outside", "left out", "no generator"],
+    ids=["no effect", "shared", "outside", "left out", "twice", "a gap", "no generator"],
 )
 def test_a_mistake_in_a_policy_is_told(policy: PolicySpec, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

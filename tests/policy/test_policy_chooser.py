@@ -212,6 +212,20 @@ def test_local_steps_that_are_slower_than_promised_are_given_up() -> None:
     assert decision.reason.startswith("local steps have 1.10x the samples per second, each worth 0.")
 
 
+@pytest.mark.parametrize("paused_at", [ENOUGH - 2, ENOUGH - WINDOWS_JUDGED - 1])
+def test_waits_for_an_evaluation_on_one_rank_do_not_end_local_steps(paused_at: int) -> None:
+    """Rank 0 evaluates for 5 s inside its loop; rank 1 waits for it in the next average."""
+    chooser = gone_local()
+    for window in range(ENOUGH):
+        told = report(100 + window, rates=(1.0, 1.0))
+        if window == paused_at:
+            told = replace(told, ranks=(replace(told.ranks[0], paused_ms=5000.0), told.ranks[1]))
+        if window == paused_at + 1:
+            told = replace(told, ranks=(told.ranks[0], replace(told.ranks[1], exposed_ms=4900.0)))
+        assert chooser.learn_local(told, Plans()) == []  # type: ignore[arg-type]
+    assert not chooser.is_exact
+
+
 @pytest.mark.parametrize(("lone", "stay"), [(None, False), (0, True)])
 def test_local_steps_are_compared_with_what_would_follow_them(lone: int | None, stay: bool) -> None:
     """In a user's own loop that is rank 0 alone, with two thirds of the rate of shared steps."""

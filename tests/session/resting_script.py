@@ -98,7 +98,7 @@ def train(folder: Path, case: str, devices: str) -> None:
     if case in ("own schedule", "late schedule"):
         size = 5 if case == "own schedule" else 20
         own = torch.optim.lr_scheduler.StepLR(optimizers[1], step_size=size, gamma=0.5)
-    if case == "thawing":
+    if case in ("thawing", "thawing late"):
         model[0].requires_grad_(False)
     teacher = deepcopy(model).requires_grad_(False)
     used: list[int] = []
@@ -125,7 +125,7 @@ def train(folder: Path, case: str, devices: str) -> None:
                     optimizers[1].param_groups[0]["lr"] = 0.1 * (1 - s.progress)
                     if s.global_step == 30:
                         optimizers[0].param_groups[0]["weight_decay"] = 0.01
-                if case == "thawing" and s.global_step == 30:
+                if (case, s.global_step) in (("thawing", 30), ("thawing late", EPOCHS * SIZE // BATCH - 2)):
                     model[0].requires_grad_(True)
                 if case == "modes" and s.global_step == 30:
                     model[1].eval()

@@ -73,6 +73,7 @@ CASES = (
     "by hand",
     "freezing",
     "thawing",
+    "thawing late",
     "modes",
     "other form",
     "checkpoints",

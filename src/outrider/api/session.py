@@ -176,6 +176,7 @@ class Session:
         try:
             if not self._interruption.is_raised:
                 self._settle()
+                run.leave_loops()
                 self._end_epoch()
                 run.finish()
         except BaseException as error:
@@ -348,6 +349,8 @@ class Session:
                 self._epoch = epoch
                 yield epoch
                 self._settle()
+                if not run.goes_on(f"the end of epoch {epoch}"):
+                    return
                 self._end_epoch()
                 epoch += 1
         finally:
@@ -452,6 +455,8 @@ class Session:
         self._replica_needed("batches")
         run = self._joined()
         self._settle()
+        if not run.goes_on("a pass over the data"):
+            return
         if self._epoch is None:
             self._end_epoch()
         if run.skips_pass():

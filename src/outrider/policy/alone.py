@@ -250,7 +250,7 @@ class Alone:
         return TRIAL_STEPS * (alone_ms / self._shared - 1) < TRIED_ONCE_PART * steps_left
 
     def whole(self, report: AverageReport, *, steps_left: float | None = None) -> str | None:
-        """Record a shared step in which the only rank took the whole batch; returns the reason if it continues alone."""
+        """Record a shared step whose batch the only rank took whole; returns the reason if it continues alone."""
         assert self._only is not None
         facts = report.ranks[self._only]
         is_quicker = self._wholes.add(facts.compute_ms / self.gain(self._only), shared_ms=self._shared)
@@ -429,7 +429,6 @@ class Alone:
             "is_unshared": self.is_unshared,
             "may_look_again": self._may_look_again,
             "is_hasty": self._is_hasty,
-            "gains": list(self.gains),
             "wait": self._wholes.wait,
         }
 
@@ -452,7 +451,6 @@ class Alone:
         self.is_unshared = state.get("is_unshared", False)
         self._may_look_again = state.get("may_look_again", True)
         self._is_hasty = state.get("is_hasty", False)
-        self.gains = tuple(state.get("gains", ()))
         self._wholes.wait = state.get("wait", self._wholes.wait)
 
 

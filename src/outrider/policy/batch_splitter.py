@@ -281,12 +281,18 @@ class Splitter:
         is_known = self._hints or self._shares or any(model.is_known for model in self._models)
         return self._world_size > 1 and not is_known
 
-    def hint(self, speeds: Sequence[float], *, gains_alone: Sequence[float] = ()) -> None:
-        """Split the first batches by speeds that were measured, not given by the user.
+    @property
+    def fastest(self) -> int:
+        """The rank that is expected to be the fastest, by the hints or by what was measured before a resume."""
+        speeds = self._hints or self.own_rates or (1.0,) * self._world_size
+        return speeds.index(max(speeds))
 
-        `gains_alone`: how many times as fast each rank works while the others rest, if they leave it their cores.
-        """
-        self._alone.gains = tuple(gains_alone)
+    def expect_gains(self, gains: Sequence[float]) -> None:
+        """Expect each rank to be so many times as fast while the others rest and leave it their cores."""
+        self._alone.gains = tuple(gains)
+
+    def hint(self, speeds: Sequence[float]) -> None:
+        """Split the first batches by speeds that were measured, not given by the user."""
         self._hints = proportions("speeds", speeds, world_size=self._world_size)
         self._hinted_by = f"by a short measurement of the devices: {', '.join(f'{speed:.2f}' for speed in speeds)}"
 
@@ -468,8 +474,8 @@ class Splitter:
     def rates_alone(self) -> tuple[float, ...] | None:
         """Samples per ms of each rank while the others rest and leave it their cores.
 
-        Times fitted to few steps may be far off; so no rank counts as faster, beside the fastest, than by the hints,
-        unless it was measured alone.
+        Times fitted to few steps may be far off; until a rank was measured often, or alone, it counts as no faster,
+        beside the fastest, than by the hints.
         """
         if self.own_rates is None:
             return None
@@ -478,7 +484,10 @@ class Splitter:
             return rates
         hinted = self._alone.gained(self._hints)
         unit = rates[hinted.index(max(hinted))] / max(hinted)
-        limits = [math.inf if rank == self.lone else unit * hint for rank, hint in enumerate(hinted)]
+        limits = [
+            math.inf if rank == self.lone or model.num_observed >= REFIT_EVERY else unit * hint
+            for rank, (hint, model) in enumerate(zip(hinted, self._models, strict=True))
+        ]
         return tuple(map(min, rates, limits))
 
     def share(self, rank: int) -> float:

@@ -285,8 +285,9 @@ class HandOver:
     samples: int
     at: int
     may_wait: bool = False
-    after_rest: bool = True
-    """Whether the others rested, so that a user's loop did not run there; else they trained on their own."""
+    with_loop: bool = True
+    """Whether they also take over what a user's loop sets on `source`: settings of parameter groups, ticks of
+    schedules, accumulated gradients. Otherwise each loop goes on with its own."""
 
 
 @dataclass(frozen=True, slots=True)

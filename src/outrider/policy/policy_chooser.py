@@ -58,6 +58,8 @@ class PolicyChooser:
         self._retry_after = WINDOWS_UNTIL_RETRY
         self._has_told = False
         self._windows: list[AverageReport] = []
+        self._paused_before_ms = 0.0
+        """The longest pause of any rank's loop in the window before those; others may have waited for it since."""
         self._num_local = 0
         self._exact_losses: deque[float] = deque(maxlen=LOSSES_KEPT)
 
@@ -118,7 +120,8 @@ class PolicyChooser:
             if is_other_better:
                 how += f": name the device of rank {fastest} first, it is {1 / speed:.2g}x as fast"
         elif is_other_better:
-            how += f": give the run that device only{', or name it first' if fastest else ''}"
+            # Where rank 0 may work alone, the fastest device may be rank 0.
+            how += f": give the run that device only{', or name it first' if splitter.may_work_alone(0) else ''}"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
         return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"
 
@@ -134,6 +137,7 @@ class PolicyChooser:
         """Learn from a window of local steps; returns the decision to go back to exact steps, if any."""
         self._num_local += 1
         if self._num_local <= WINDOWS_SKIPPED or self.is_exact:
+            self._paused_before_ms = _longest_pause_ms(report)
             return []
         if planner.is_drifting:
             return [self._give_up(report, "the replicas drift apart although windows were made shorter")]
@@ -141,7 +145,8 @@ class PolicyChooser:
         if len(self._windows) < WINDOWS_JUDGED:
             return []
         windows, self._windows = self._windows, []
-        rates = _measured_rates(windows, self._world_size)
+        rates = _measured_rates(windows, self._world_size, paused_before_ms=self._paused_before_ms)
+        self._paused_before_ms = _longest_pause_ms(windows[-1])
         worth = sample_worth(_mean_window(windows), ranks=effective_ranks(rates))
         throughput = sum(rates) / self._rate_after_local
         worse = self._learns_worse(windows)
@@ -198,14 +203,26 @@ class PolicyChooser:
         self._retry_after = state["retry_after"]
 
 
-def _measured_rates(windows: Sequence[AverageReport], world_size: int) -> tuple[float, ...]:
-    """Samples per ms of each rank over some windows, including averages and waits, also those between epochs."""
+def _measured_rates(
+    windows: Sequence[AverageReport], world_size: int, *, paused_before_ms: float = 0.0
+) -> tuple[float, ...]:
+    """Samples per ms of each rank over some windows, including averages and waits, also those between epochs.
+
+    Waiting for a rank whose user's loop paused, as for an evaluation, is no cost of local steps.
+    """
+    paused_ms = paused_before_ms + sum(map(_longest_pause_ms, windows))
     rates = []
     for rank in range(world_size):
         facts = [window.ranks[rank] for window in windows]
-        spent_ms = sum(own.compute_ms + own.exposed_ms + own.setup_ms + own.border_ms for own in facts)
+        waited_ms = sum(own.exposed_ms + own.border_ms for own in facts)
+        for_others_ms = max(0.0, paused_ms - sum(own.paused_ms for own in facts))
+        spent_ms = sum(own.compute_ms + own.setup_ms for own in facts) + max(0.0, waited_ms - for_others_ms)
         rates.append(sum(own.samples for own in facts) / spent_ms if spent_ms > 0 else 0.0)
     return tuple(rates)
+
+
+def _longest_pause_ms(window: AverageReport) -> float:
+    return max(own.paused_ms for own in window.ranks)
 
 
 def _mean_window(windows: Sequence[AverageReport]) -> float:

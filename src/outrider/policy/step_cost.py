@@ -59,6 +59,11 @@ class TimeModel:
         self._num_off = 0
 
     @property
+    def num_observed(self) -> int:
+        """Steps since the last change of speed."""
+        return self._num_observed
+
+    @property
     def is_known(self) -> bool:
         return self.per_sample_ms > 0
 

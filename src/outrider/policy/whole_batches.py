@@ -10,7 +10,7 @@ import math
 from statistics import median
 
 # The verdict needs a difference of this part, divided by the root of the number of whole batches measured so far.
-DOUBT = 0.5
+DOUBT = 0.4
 # Sharing stays as soon as this many whole batches have taken at least as long as a shared step.
 LEAST_SLOWER = 4
 MOST = 16

@@ -70,7 +70,6 @@ class Averages(Protocol):
     def load(self) -> Settled: ...
     def correct(self) -> Settled: ...
     def confer(self, samples: int, facts: Sequence[float]) -> Settled: ...
-    def gather(self, value: float) -> list[float]: ...
     def hand_over(self, source: int, *, at: int, with_loop: bool = False) -> None: ...
     def move_to_lookahead(self) -> None: ...
     def move_to_average(self) -> None: ...
@@ -312,15 +311,11 @@ class GroupAverages:
         rows = self._broadcast.facts([samples, *facts])
         return Settled(facts=tuple(row[1:] for row in rows), total_samples=round(sum(row[0] for row in rows)))
 
-    def gather(self, value: float) -> list[float]:
-        """A number of each rank, exact up to 48 bits."""
-        return [row[0] for row in self._broadcast.facts([value])]
-
     def hand_over(self, source: int, *, at: int, with_loop: bool = False) -> None:
         """Copy the state of `source` to all ranks, as if they had taken its steps.
 
-        `with_loop`, for ranks on which a user's loop did not run: also what it keeps besides parameters and optimizer
-        state. Ranks whose loops did run stand at ticks of their own, and have set rates and gradients themselves.
+        `with_loop`: also what a user's loop sets besides parameters and optimizer state, because the loops of other
+        ranks have fallen behind. Otherwise each rank keeps its own ticks, rates and gradients.
         """
         replica = self._replica
         is_source = replica.rank == source

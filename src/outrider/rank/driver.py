@@ -66,7 +66,8 @@ class Lead:
 
     source: int
     at: int
-    after_rest: bool
+    with_loop: bool
+    """Whether what a user's loop sets on `source` counts too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +132,7 @@ class Driver:
         self._drift: float | None = None
         self._lead: Lead | None = None
         self.num_rests = 0
-        """How often ranks caught up with one that trained alone while they rested."""
+        """How often ranks took over the state of one that trained alone, with what a user's loop sets there."""
         self._led_by: int | None = None
         """The rank that trained alone since the last layout, if ranks catch up at once."""
         self._has_leased = False
@@ -324,6 +325,14 @@ class Driver:
         self._is_laid_out = True
         self._led_by = None
 
+    def settle(self) -> None:
+        """After one rank trained alone, also take over what it froze, thawed or changed at rest; all ranks call this.
+
+        Before code that follows a pass, or a checkpoint, sees the model.
+        """
+        if self._led_by is not None:
+            self._lay_out(is_within_pass=False)
+
     def _catch_up_with(self) -> int | None:
         """Catch up; returns the rank that trained alone, if any."""
         source = self._led_by if self._lead is None else self._lead.source
@@ -496,7 +505,7 @@ class Driver:
         """Announce that `source` has newer state; with `may_wait` only `catch_up()` copies it, if ever."""
         report = self._confer(Confer(effect.source, effect.samples))
         at = self.seen + min(effect.at, self._last_position)
-        self._lead = Lead(effect.source, at=at, after_rest=effect.after_rest)
+        self._lead = Lead(effect.source, at=at, with_loop=effect.with_loop)
         if not (effect.may_wait and self._may_lag):
             self.catch_up()
         elif self.lags:
@@ -520,8 +529,8 @@ class Driver:
         lead, self._lead = self._lead, None
         started_s = time.perf_counter()
         with self.activity.during("average"):
-            self.averages.hand_over(lead.source, at=lead.at, with_loop=lead.after_rest)
-        self.num_rests += lead.after_rest
+            self.averages.hand_over(lead.source, at=lead.at, with_loop=lead.with_loop)
+        self.num_rests += lead.with_loop
         self._led_by = None if self._may_lag else lead.source
         elapsed_s = time.perf_counter() - started_s
         self._recorder.event("hand over", source=lead.source, ms=round(elapsed_s * 1e3, 3))

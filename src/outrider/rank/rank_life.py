@@ -114,7 +114,7 @@ class RankLife:
             may_rest=may_rest,
             only_alone=only_alone,
             shares_first=setting.is_trial,
-            longest_stretch_s=min(LONGEST_STRETCH_S, STRETCH_PART * config.timeout_s),
+            longest_stretch_s=min(LONGEST_STRETCH_S, STRETCH_PART * config.timeout_s, STRETCH_PART * config.grace_s),
         )
         self.chooser = PolicyChooser(world_size=world.size)
         self.on_choice = self._send_choice
@@ -229,6 +229,8 @@ class RankLife:
             self._averages.hand_over(0, at=0)
         if self._needs_speeds(resumed):
             self._measure_devices()
+        if self.recipe.policy_spec.batch_is_global and self.splitter.may_rest:
+            self._measure_gains()
         return resumed
 
     def _needs_speeds(self, resumed: Resumed | None) -> bool:
@@ -243,13 +245,16 @@ class RankLife:
     def _measure_devices(self) -> None:
         """Measure the devices before the first step, as hints for planners and splitter; all ranks call this."""
         speeds = speeds_of_all(self.world)
-        gains: tuple[float, ...] = ()
-        if self.splitter.may_rest:
-            gains = gains_alone(self.world, self.driver.threads, fastest=speeds.index(max(speeds)))
-        more = {"gains_alone": [round(gain, 3) for gain in gains]} if max(gains, default=1.0) > 1 else {}
-        self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds], **more)
-        self.splitter.hint(speeds, gains_alone=gains)
+        self.recorder.event("speeds", value=[round(speed, 3) for speed in speeds])
+        self.splitter.hint(speeds)
         self._speeds = speeds
+
+    def _measure_gains(self) -> None:
+        """Measure what a rank gains from the cores of ranks that rest; all ranks call this at every start."""
+        gains = gains_alone(self.world, self.driver.threads, fastest=self.splitter.fastest)
+        if max(gains) > 1:
+            self.recorder.event("gains alone", value=[round(gain, 3) for gain in gains])
+        self.splitter.expect_gains(gains)
 
     def _go_back(self, resumed: Resumed) -> None:
         progress = resumed.progress

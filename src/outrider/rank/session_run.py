@@ -44,6 +44,7 @@ from outrider.record.run_folder import SCHEMA_VERSION, RunFolder
 from outrider.record.run_folder_lock import FolderLock
 from outrider.record.run_record import gpu_uuid
 from outrider.replica import recipe as recipes
+from outrider.replica import state_transfer
 from outrider.replica.learning_words import joined_words, learning_words
 from outrider.replica.loop_replica import LoopReplica
 from outrider.replica.recipe import LoopRecipe
@@ -114,7 +115,7 @@ class SessionRun:
         self._trained_s = 0.0
         self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
-        self._has_rested = self._shares_always = False
+        self._has_rested = self._shares_always = self._has_checked_state = False
         self._rests_before = 0
         self.metrics: EpochMetrics | None = None
         """Metrics of the newest epoch with a finished pass; equal on all ranks, except for the evaluation."""
@@ -143,7 +144,7 @@ class SessionRun:
     @property
     def has_rested(self) -> bool:
         """Whether ranks rested in the current or last pass, while rank 0 trained alone; the same on all ranks."""
-        return self._has_rested
+        return self._has_rested if self._pass is None else self._life.driver.num_rests > self._rests_before
 
     def _warn(self, text: str) -> None:
         if self.world.rank == 0:
@@ -297,6 +298,8 @@ class SessionRun:
         """The next batch; None at the end of the pass, on all ranks alike."""
         assert self._pass is not None
         driver = self._life.driver
+        if not self._has_checked_state:
+            self._check_state()
         while (data := self.loop.next_batch()) is None:
             goes_on = driver.is_paused or driver.is_cut
             if goes_on:
@@ -311,9 +314,28 @@ class SessionRun:
             self.loop.open(self._life.next_segment(self._pass))
         return data
 
+    def _check_state(self) -> None:
+        """Let all ranks share steps if others could not take over the optimizers' state from one that trains alone.
+
+        After the first step, which all ranks have shared unless rank 0 began alone.
+        """
+        assert self.replica is not None
+        if not any(optimizer.state for optimizer in self.replica.optimizers):
+            return
+        self._has_checked_state = True
+        splitter = self._life.splitter
+        if not splitter.may_rest or splitter.lone is not None:
+            return
+        try:
+            state_transfer.refuse_immovable(self.replica)
+        except ConfigError as error:
+            splitter.share_always()
+            self._warn(f"{error.message}: so no rank trains alone, and all share every step")
+
     def _pause(self) -> None:
         """Save a checkpoint in mid-pass, and agree whether a signal asked for it; all ranks call this."""
         assert self._pass is not None
+        self._life.driver.settle()
         accounting = self._life.accounting
         accounting.tell(seconds=self._trained_s + self._pass.seconds, wants_stop=self.link.wants_stop)
         self._meet_or_save(self._pass.epoch, is_last=accounting.wants_stop)
@@ -372,6 +394,7 @@ class SessionRun:
         # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples
+        driver.settle()
         if driver.is_stopped:
             self._make_followers_equal()
         self.place.end_pass(self._pass, self.loop, driver)
@@ -469,6 +492,18 @@ class SessionRun:
         if self.replica is not None:
             self.replica.begin_epoch(epoch)
         return self.goal.is_reached(epochs=epoch, samples=self._consumed, replica=self.replica)
+
+    def goes_on(self, what: str) -> bool:
+        """Whether the loop comes to `what`, a pass or its end; once ranks rest for good, rank 0's loop decides.
+
+        A flag that the user sets in the body before a `break` is set on rank 0 only.
+        """
+        return not self._life.splitter.stays_alone or self.world.follow(what)
+
+    def leave_loops(self) -> None:
+        """Rank 0 has left its loops: other ranks that wait for their next epoch or pass leave theirs, too."""
+        if self._life.splitter.stays_alone and self.world.rank == 0:
+            self.world.follow("the end of the loops")
 
     def is_over(self, source: Source) -> bool:
         """Whether the loop has used all its samples."""

@@ -71,9 +71,6 @@ class SoloAverages:
     def confer(self, samples: int, facts: Sequence[float]) -> Settled:
         return self.average(samples, facts)
 
-    def gather(self, value: float) -> list[float]:
-        return [value]
-
     def hand_over(self, source: int, *, at: int, with_loop: bool = False) -> None: ...
 
     def move_to_lookahead(self) -> None: ...

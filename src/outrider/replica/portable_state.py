@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from outrider.errors import ConfigError
 from outrider.replica.capturable_optimizer import OptimizerForm
 
+_SHARING_POLICIES = 'policy="sync" (or "balanced" in a Session)'
 _TAG = "__outrider__"
 """Marks a dict that encodes an object of another type."""
 _NUMBERS: dict[type, Callable[[Any], Any]] = {int: int, float: float, complex: complex, str: str, bytes: bytes}
@@ -208,6 +209,12 @@ class TensorForm:
 
 def write_manifest(state: State) -> bytes:
     """Describe a state without the values of its tensors."""
+    for number in state:
+        if not isinstance(number, int):
+            raise ConfigError(
+                f"the optimizer keeps state under {number!r}, not a parameter: other ranks cannot take it over",
+                hint=f"keep it in the state of a parameter, or pass {_SHARING_POLICIES}",
+            )
     entries = [
         [number, [[key, _encode(value, name=key, number=number)] for key, value in entry.items()]]
         for number, entry in state.items()
@@ -235,8 +242,7 @@ def _encode(value: object, *, name: str, number: int) -> Any:
     raise ConfigError(
         f"the optimizer keeps an object of type {type(value).__name__} in {name!r} of parameter {number}, "
         "which cannot be handed to other ranks",
-        hint="keep tensors, numbers, text, lists and dicts in its state, or pass "
-        'policy="sync" (or "balanced" in a Session)',
+        hint=f"keep tensors, numbers, text, lists and dicts in its state, or pass {_SHARING_POLICIES}",
     )
 
 

@@ -40,8 +40,14 @@ def pack(replica: RankReplica, *, with_loop: bool = False) -> Cargo:
     """
     state: State = {_LOOP: loop} if with_loop and (loop := replica.loop_state()) else {}
     for first, optimizer in _numbered(replica.optimizers):
-        state |= {first + number: entry for number, entry in optimizer.state_dict()["state"].items()}
+        own = optimizer.state_dict()["state"].items()
+        state |= {first + number if isinstance(number, int) else number: entry for number, entry in own}
     return Cargo(replica.steps, write_manifest(state), _tensors(state))
+
+
+def refuse_immovable(replica: RankReplica) -> None:
+    """Raise a ConfigError if an optimizer keeps state that cannot be transferred."""
+    pack(replica)
 
 
 def places(replica: RankReplica, manifest: bytes) -> list[Tensor]:

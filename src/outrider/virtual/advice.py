@@ -143,7 +143,8 @@ def advise(
         for policy in TRAINING_POLICIES if costs else ():
             scenario = _scenario(policy, ranks, alone, costs[policy], workload)
             if scenario.may_rest and _leaves_cores([devices[rank] for rank in ranks], workload):
-                scenario = replace(scenario, gains_alone=_gains_alone(ranks, alone, costs[policy], workload))
+                gains = _gains_alone([devices[rank] for rank in ranks], ranks, alone, costs[policy], workload)
+                scenario = replace(scenario, gains_alone=gains)
             outcome = simulate(policy, scenario)
             memory = _memory(joint, policy)
             cells.append(_cell(devices, ranks, outcome, workload, memory=memory, end_ms=ends_ms[policy]))
@@ -234,14 +235,16 @@ def _shared_costs(
 ) -> MeasuredCosts:
     """`steps` are those of each rank in all `reports` of shared steps."""
     cost = meeting_cost(trial.of_kind("shared"))
-    speeds = vary_apart([device_speed(own, overhead_ms=cost.overhead_ms) for own in steps], reports)
+    overhead_ms = cost.overhead_ms
+    speeds = vary_apart([device_speed(own, overhead_ms=overhead_ms) for own in steps], reports, overhead_ms=overhead_ms)
     return MeasuredCosts(local=speeds, shared=speeds, average_ms=cost.average_ms, gradient_ms=cost.average_ms)
 
 
 def _blocking_costs(trial: TrialReports) -> MeasuredCosts:
     reports = trial.of_kind("average")
     cost = meeting_cost(reports)
-    speeds = vary_apart(_window_speeds(trial, "average", overhead_ms=cost.overhead_ms), reports)
+    overhead_ms = cost.overhead_ms
+    speeds = vary_apart(_window_speeds(trial, "average", overhead_ms=overhead_ms), reports, overhead_ms=overhead_ms)
     return MeasuredCosts(local=speeds, shared=speeds, average_ms=cost.average_ms, gradient_ms=cost.average_ms)
 
 
@@ -290,15 +293,24 @@ def _scenario(
 
 def _leaves_cores(devices: Sequence[str], workload: TrainingWork) -> bool:
     """Whether ranks that rest leave their cores to one that works: CPU ranks, unless the number of threads is fixed."""
-    is_fixed = workload.options.get("threads_per_rank") is not None or workload.options.get("execution") == "compile"
+    options = workload.options
+    is_compiled = "compile" in (options.get("execution") or ())
+    is_fixed = options.get("threads_per_rank") is not None or options.get("record_schedule") or is_compiled
     return sum(name.startswith("cpu") for name in devices) > 1 and not is_fixed
 
 
 def _gains_alone(
-    ranks: Sequence[int], alone: Sequence[DeviceSpeed], costs: MeasuredCosts, workload: TrainingWork
+    devices: Sequence[str],
+    ranks: Sequence[int],
+    alone: Sequence[DeviceSpeed],
+    costs: MeasuredCosts,
+    workload: TrainingWork,
 ) -> tuple[float, ...]:
     size = workload.batch_size
-    return tuple(max(1.0, costs.shared[rank].step_ms(size) / alone[rank].step_ms(size)) for rank in ranks)
+    return tuple(
+        max(1.0, costs.shared[rank].step_ms(size) / alone[rank].step_ms(size)) if name.startswith("cpu") else 1.0
+        for name, rank in zip(devices, ranks, strict=True)
+    )
 
 
 def _memory(joint: Sequence[TrialReports], policy: str) -> tuple[int | None, ...]:

@@ -33,13 +33,14 @@ class Coverage(Idle):
             self._changes[position] = changed
 
     def fault(self, span: Lease) -> str | None:
-        """The first position of the span, or outside it, that does not have exactly one step; None if all have."""
+        """The first position of the span without exactly one step, in words; None if there is none."""
         if self._changes == {span.start: 1, span.stop: -1}:
             return None
+        # Without one step on each position of the span, what is left begins at the first position with another number.
         self.add(span.stop, span.start)
-        # What is left differs from one step on each position of the span; it begins at the first such position.
         position, extra = min(self._changes.items())
-        if extra < 0:
-            return f"no rank stepped on position {position}"
-        wanted = 1 if span.start <= position < span.stop else 0
-        return f"ranks stepped {extra + wanted} times on position {position}" + ("" if wanted else f", outside {span}")
+        return (
+            f"no rank stepped on position {position}"
+            if extra < 0
+            else (f"ranks stepped {extra + 1} times on position {position}")
+        )

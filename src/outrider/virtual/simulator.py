@@ -20,6 +20,7 @@ from outrider.policy.policies import PolicySpec, open_policy, policy_spec
 from outrider.policy.policy_chooser import PolicyChooser
 from outrider.policy.weights import relative_speeds
 from outrider.policy.window_planner import PlannerConfig, WindowPlan, WindowPlanner
+from outrider.virtual.coverage import Coverage
 from outrider.virtual.virtual_clock import Costs, RankClock, VirtualClock
 
 
@@ -222,9 +223,12 @@ def simulate(policy: str | PolicySpec, scenario: Scenario) -> Outcome:
 def _check_samples(policy: PolicySpec, scenario: Scenario, world: _SimulatedWorld) -> None:
     """Check that a user's policy uses every sample exactly once."""
     samples = sum(clock.samples for clock in world.clocks)
+    wrong = world.fault
     if samples != scenario.num_samples:
+        wrong = f"it stepped on {samples} samples of an epoch of {scenario.num_samples}"
+    if wrong is not None:
         raise ConfigError(
-            f"policy {policy.name!r} stepped on {samples} samples of an epoch of {scenario.num_samples}",
+            f"policy {policy.name!r} does not use each sample once: {wrong}",
             hint="together the ranks step on each position of segment.span once",
         )
 
@@ -242,10 +246,13 @@ class _SimulatedWorld:
         self._chooser = _OneForAllChooser(world_size=self._size)
         speeds = relative_speeds([1 / one.step_ms(scenario.batch_size) for one in scenario.speeds])
         self._planner.hint(speeds)
-        self._splitter.hint(speeds, gains_alone=scenario.gains_alone)
+        self._splitter.hint(speeds)
+        self._splitter.expect_gains(scenario.gains_alone)
         self._costs = _costs(policy, scenario)
         self.clocks = [RankClock() for _ in scenario.speeds]
         self.windows = 0
+        self.fault: str | None = None
+        """The first position of a segment without exactly one step, in words, if any."""
 
     def run(self) -> None:
         """Run one epoch; samples that a policy leaves form the next segment, in any order since there is no data."""
@@ -269,8 +276,10 @@ class _SimulatedWorld:
             )
             for rank in range(self._size)
         ]
+        coverage = Coverage()
         engine = VirtualClock(
             policies,
+            work=coverage,
             costs=self._costs,
             ledger=Ledger(span.start, span.stop),
             batch_size=batch_size,
@@ -279,6 +288,9 @@ class _SimulatedWorld:
         )
         engine.run()
         self.windows = engine.windows
+        for lease in engine.left:
+            coverage.add(lease.start, lease.stop)
+        self.fault = self.fault or coverage.fault(span)
         return sum(lease.count for lease in engine.left)
 
 

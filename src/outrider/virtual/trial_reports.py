@@ -81,7 +81,7 @@ class TrialReports:
     @property
     def num_told(self) -> int:
         """Steps or averages that the reports tell of; a rank that works alone reports several steps at once."""
-        return sum(max(1, report.ranks[0].batches) if report.kind == ALONE else 1 for report in self.reports)
+        return sum(_told(report.kind, [rank.batches for rank in report.ranks]) for report in self.reports)
 
     def of_kind(self, kind: str) -> tuple[TrialReport, ...]:
         """The reports of this kind, without the warm-up."""
@@ -102,8 +102,7 @@ def read_trial(folder: Path, *, policy: str, devices: Sequence[str], name: str |
     """Read the reports of a trial run; raises a DataError if there are too few to measure anything."""
     lines = _lines(folder / FOLDER / "rank0.jsonl")
     told = [line for line in lines if "kind" in line]
-    # A rank that works alone reports several steps at once.
-    num = sum(max(1, line["ranks"][0]["batches"]) if line["kind"] == ALONE else 1 for line in told)
+    num = sum(_told(line["kind"], [rank["batches"] for rank in line["ranks"]]) for line in told)
     if num < LEAST_REPORTS:
         names, plural = ",".join(devices), "" if num == 1 else "s"
         raise DataError(
@@ -120,6 +119,11 @@ def read_trial(folder: Path, *, policy: str, devices: Sequence[str], name: str |
         model_bytes=told[-1]["bytes"],
         parameters=told[-1]["parameters"],
     )
+
+
+def _told(kind: str, batches: Sequence[int]) -> int:
+    """Steps or averages of a report; any rank may work alone, and reports several steps at once."""
+    return max(1, *batches) if kind == ALONE else 1
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -179,13 +183,15 @@ def device_speed(observed: Sequence[tuple[int, float]], *, overhead_ms: float = 
     )
 
 
-def vary_apart(speeds: Sequence[DeviceSpeed], reports: Sequence[TrialReport]) -> tuple[DeviceSpeed, ...]:
+def vary_apart(
+    speeds: Sequence[DeviceSpeed], reports: Sequence[TrialReport], *, overhead_ms: float = 0.0
+) -> tuple[DeviceSpeed, ...]:
     """The same mean steps, with only the part of their jitter that differs between the ranks of a report.
 
     What slows all ranks of a machine at once makes no rank wait for another. The simulator draws the jitter of each
-    rank by itself.
+    rank by itself. `overhead_ms` is the time per step that `speeds` contain and the reports do not.
     """
-    rows = [row for report in reports if (row := _deviations(speeds, report)) is not None]
+    rows = [row for report in reports if (row := _deviations(speeds, report, overhead_ms=overhead_ms)) is not None]
     size = len(speeds)
     if size < 2 or len(rows) < LEAST_REPORTS:
         return tuple(speeds)
@@ -196,12 +202,12 @@ def vary_apart(speeds: Sequence[DeviceSpeed], reports: Sequence[TrialReport]) ->
     return tuple(_with_jitter(speed, jitter) for speed, jitter in zip(speeds, jitters, strict=True))
 
 
-def _deviations(speeds: Sequence[DeviceSpeed], report: TrialReport) -> list[float] | None:
+def _deviations(speeds: Sequence[DeviceSpeed], report: TrialReport, *, overhead_ms: float) -> list[float] | None:
     """The logarithm of each rank's step over its usual time; None if any rank took no step."""
     steps = [steps_of([report], rank) for rank in range(len(speeds))]
     if not all(steps):
         return None
-    ratios = [ms / speed.step_ms(samples) for speed, [(samples, ms)] in zip(speeds, steps, strict=True)]
+    ratios = [(ms + overhead_ms) / speed.step_ms(samples) for speed, [(samples, ms)] in zip(speeds, steps, strict=True)]
     return [math.log(min(ratio, HICCUP)) for ratio in ratios]
 
 

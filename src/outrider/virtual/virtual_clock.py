@@ -146,6 +146,9 @@ class Flights:
 class VirtualClock:
     """Runs the policies of one segment to their end."""
 
+    _lone: int | None = None
+    """The rank that works alone until it meets the others again."""
+
     def __init__(
         self,
         policies: Sequence[Policy],
@@ -203,7 +206,8 @@ class VirtualClock:
             EndSegment: self._end_segment,
             AwaitOthers: self._await_others,
             LeaveOpen: self._leave_open,
-            **dict.fromkeys((Note, Expect, Rest), self._nothing),
+            Rest: self._rest,
+            **dict.fromkeys((Note, Expect), self._nothing),
         }
 
     def run(self) -> None:
@@ -242,7 +246,11 @@ class VirtualClock:
 
     # Handlers return true if the rank must not be resumed immediately.
 
-    def _nothing(self, rank: int, effect: Note | Expect | Rest) -> bool:
+    def _nothing(self, rank: int, effect: Note | Expect) -> bool:
+        return False
+
+    def _rest(self, rank: int, effect: Rest) -> bool:
+        self._lone = effect.source
         return False
 
     def _compute(self, rank: int, batch: Batch, step_ms: Callable[[int, int], float] | None) -> None:
@@ -260,7 +268,7 @@ class VirtualClock:
 
     def _step(self, rank: int, effect: Step) -> bool:
         self.work.step(rank, effect.batch, effect.at)
-        is_alone = len(self._meeting.arrivals_ms) == self.size - 1
+        is_alone = self._lone == rank
         self._compute(rank, effect.batch, self.costs.alone_step_ms if is_alone else None)
         self._wake_at(self.clocks[rank].now_ms, rank)
         return True
@@ -347,7 +355,7 @@ class VirtualClock:
         meeting.arrivals_ms[rank] = self.clocks[rank].now_ms
         meeting.facts[rank] = facts
         if len(meeting.arrivals_ms) == self.size:
-            self._meeting = _VirtualMeeting()
+            self._meeting, self._lone = _VirtualMeeting(), None
             last_ms = max(meeting.arrivals_ms.values())
             result = finish(tuple(meeting.facts[peer] for peer in range(self.size)))
             for peer, arrival_ms in meeting.arrivals_ms.items():

@@ -65,6 +65,36 @@ def await_all(
     await_keys(store, keys, rank=rank, what=meeting.what, limit_s=max(left_s, 0.0), told_s=limit_s)
 
 
+def lead(store: WatchedStore, what: str, *, number: int) -> None:
+    """Rank 0 tells that its loop now comes to `what`; the other ranks wait for that in `follow`."""
+    store.set(_lead_key(number), json.dumps(what))
+    if number > 2:
+        # All ranks meet after at most two words, the end of an epoch and a pass, so they have read older ones.
+        store.delete_key(_lead_key(number - 2))
+
+
+def follow(
+    store: WatchedStore, what: str, *, rank: int, number: int, reached: Mapping[str, int], limit_s: float
+) -> bool:
+    """Wait until rank 0 tells where its loop comes to; returns whether that is `what`.
+
+    Also returns False if rank 0 waits for this rank at a meeting outside of the loop. Announces nothing, so that rank 0
+    does not take this wait for a crossing.
+    """
+    key = _lead_key(number)
+    deadline_s = time.monotonic() + limit_s
+    turn_s = FIRST_TURN_S
+    while (left_s := deadline_s - time.monotonic()) > turn_s:
+        if store.are_set([key], limit_s=turn_s):
+            return bool(json.loads(store.get(key)) == what)
+        # Rank 0 may have told where it goes on while its announcement was read.
+        if _crossing(store, 0, reached) is not None and not store.check([key]):
+            return False
+        turn_s = min(2 * turn_s, LONGEST_TURN_S)
+    await_keys(store, [key], rank=rank, what=what, limit_s=max(left_s, 0.0), told_s=limit_s)
+    return bool(json.loads(store.get(key)) == what)
+
+
 def _crossing(store: WatchedStore, rank: int, reached: Mapping[str, int]) -> Meeting | None:
     """The meeting at which another rank waits, if this rank has not reached it."""
     if not store.check([_announcement(rank)]):
@@ -79,6 +109,10 @@ def _never_met(waits: Mapping[int, str]) -> ConfigError:
     return ConfigError(
         f"rank {first} waits for {waits[first]}, rank {second} for {waits[second]}: they would never meet", hint=_HINT
     )
+
+
+def _lead_key(number: int) -> str:
+    return f"lead/{number}"
 
 
 def _announcement(rank: int) -> str:

@@ -85,6 +85,8 @@ class World:
         self._peers: tuple[Peer, ...] = ()
         """The host of each rank, if there are several hosts."""
         self._rounds: Counter[str] = Counter()
+        self._num_led = 0
+        """How often rank 0 has told, and this rank has read, where rank 0's loop goes on."""
         self._nccl_groups: list[dist.ProcessGroup] = []
         self._default_group = DefaultGroup(rank=self.rank, world_size=self.size, timeout_s=timeout_s)
         self._undo = ExitStack()
@@ -305,6 +307,26 @@ class World:
         for key in keys:
             self.store.delete_key(key)
         return values
+
+    def follow(self, what: str) -> bool:
+        """Whether rank 0's loop comes to `what`, which this rank's loop has reached; rank 0 does not wait.
+
+        For ranks that rested while rank 0 trained, so only its loop knows where it ends.
+        """
+        if self.rank == 0:
+            self._num_led += 1
+            crossed_waits.lead(self.store, what, number=self._num_led)
+            return True
+        comes = crossed_waits.follow(
+            self.store,
+            what,
+            rank=self.rank,
+            number=self._num_led + 1,
+            reached=self._rounds,
+            limit_s=self.timeout_s,
+        )
+        self._num_led += comes
+        return comes
 
     def arrive(self, name: str, *, what: str) -> Meeting:
         """Tell the other ranks that this rank has arrived, without waiting for them; see `have_arrived`.

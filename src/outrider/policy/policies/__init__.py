@@ -31,7 +31,7 @@ _TABLE = (
         open=auto,
         summary="the steps of one device, shared or taken by the fastest device alone, whichever is quicker; "
         "changes to `async` where that is expected to learn more per second",
-        choose_when="always, unless you know better",
+        choose_when="always, unless you have a reason to choose another",
         shares_steps=True,
         batch_is_global=True,
         switches=True,

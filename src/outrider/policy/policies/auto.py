@@ -37,7 +37,7 @@ def auto(segment: SegmentContext) -> Policy:
         # The optimizers of the ranks differ by now: exact steps need the same state on all.
         lone = segment.splitter.stay_alone()
         source, at = chooser.fastest if lone is None else lone, span.start + max(0, done - 1)
-        yield HandOver(source=source, samples=0, at=at, after_rest=lone is not None)
+        yield HandOver(source=source, samples=0, at=at, with_loop=lone is not None)
     yield EndSegment()
 
 

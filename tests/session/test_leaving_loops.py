@@ -1,0 +1,103 @@
+"""Rank 0 trains alone and leaves its loops by a flag of its own: the ranks that rested leave theirs, too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import outrider.world.crossed_waits as crossed_waits
+from outrider.world.crossed_waits import Meeting, announce, follow, lead
+
+SCRIPT = """
+import sys
+import torch, outrider
+
+case = sys.argv[1]
+data = torch.utils.data.TensorDataset(torch.randn(512, 4), torch.zeros(512, dtype=torch.long))
+model, done, passes = torch.nn.Linear(4, 2), False, 0
+# A tenth of the speed, and a run too short to try sharing: rank 0 works alone from the first step on.
+with outrider.Session(devices="cpu,cpu@0.1", run_dir="run") as s:
+    s.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for epoch in range(6) if case == "own epochs" else s.epochs(6):
+        for _ in range(2 if case == "two passes" else 1):
+            passes += 1
+            for x, y in s.batches(data, batch_size=16):
+                s.step(torch.nn.functional.cross_entropy(model(x), y))
+                if case != "to the end" and s.global_step >= 80:
+                    done = True
+                    break
+            if done:
+                break
+        if done:
+            break
+    alike = s.evaluate_together(lambda model, batch: model(batch[0]).sum(1).mean(), data) if case == "evaluated" else 0
+    weights = s.gather(model.weight.tolist())
+    if s.is_main:
+        assert all(one == weights[0] for one in weights)
+print("left", s.rank, done, flush=True)
+"""
+
+SLOW_CASES = ("epochs", "own epochs", "two passes", "to the end")
+
+
+@pytest.mark.parametrize("case", ["evaluated", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+def test_ranks_that_rest_leave_the_loops_that_rank_0_has_left(tmp_path: Path, case: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", case], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left 0 " + str(case != "to the end") in done.stdout
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert record["status"] == "finished"
+    if case != "own epochs":  # there the length of the run is not known, so ranks share first
+        assert record["epochs"][0]["share_by_rank"] == [1.0, 0.0]
+    assert "left 1 False" in (tmp_path / "run" / "rank1.log").read_text()
+
+
+class Store:
+    """A store in this process; nobody waits long."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def are_set(self, keys: list[str], *, limit_s: float) -> bool:
+        return self.check(keys)
+
+    def delete_key(self, key: str) -> None:
+        self.values.pop(key, None)
+
+
+def test_a_rank_follows_to_the_place_that_rank_0_tells() -> None:
+    store, reached = Store(), {"exchange/order": 3}
+    lead(store, "the next epoch", number=1)  # type: ignore[arg-type]
+    ask = lambda what: follow(store, what, rank=1, number=1, reached=reached, limit_s=9.0)  # type: ignore[arg-type] # noqa: E731
+    assert [ask("the next pass"), ask("the next epoch")] == [False, True]
+
+
+def test_a_rank_does_not_follow_where_rank_0_waits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossed_waits, "FIRST_TURN_S", 0.01)
+    store, reached = Store(), {"exchange/order": 3}
+    elsewhere = Meeting(place="exchange/order", number=4, what="the end of the run")
+    announce(store, elsewhere, rank=0)  # type: ignore[arg-type]
+    assert not follow(store, "the next epoch", rank=1, number=1, reached=reached, limit_s=9.0)  # type: ignore[arg-type]
+
+
+def test_words_of_rank_0_do_not_pile_up() -> None:
+    store = Store()
+    for number in range(1, 100):
+        lead(store, "the next epoch", number=number)  # type: ignore[arg-type]
+    assert sorted(store.values) == ["lead/98", "lead/99"]
