@@ -325,13 +325,13 @@ class Driver:
         self._is_laid_out = True
         self._led_by = None
 
-    def settle(self) -> None:
+    def settle(self, *, is_within_pass: bool) -> None:
         """After one rank trained alone, also take over what it froze, thawed or changed at rest; all ranks call this.
 
         Before code that follows a pass, or a checkpoint, sees the model.
         """
         if self._led_by is not None:
-            self._lay_out(is_within_pass=False)
+            self._lay_out(is_within_pass)
 
     def _catch_up_with(self) -> int | None:
         """Catch up; returns the rank that trained alone, if any."""

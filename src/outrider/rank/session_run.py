@@ -335,7 +335,7 @@ class SessionRun:
     def _pause(self) -> None:
         """Save a checkpoint in mid-pass, and agree whether a signal asked for it; all ranks call this."""
         assert self._pass is not None
-        self._life.driver.settle()
+        self._life.driver.settle(is_within_pass=True)
         accounting = self._life.accounting
         accounting.tell(seconds=self._trained_s + self._pass.seconds, wants_stop=self.link.wants_stop)
         self._meet_or_save(self._pass.epoch, is_last=accounting.wants_stop)
@@ -394,7 +394,7 @@ class SessionRun:
         # A pass that the user left early has used only the samples that its averages accounted for, on all ranks alike.
         accounted = self._pass.began_at + driver.reached - self._reached_before
         used = accounted if driver.is_stopped else self._pass_samples
-        driver.settle()
+        driver.settle(is_within_pass=False)
         if driver.is_stopped:
             self._make_followers_equal()
         self.place.end_pass(self._pass, self.loop, driver)

@@ -74,17 +74,17 @@ def lead(store: WatchedStore, what: str, *, number: int) -> None:
 
 
 def follow(
-    store: WatchedStore, what: str, *, rank: int, number: int, reached: Mapping[str, int], limit_s: float
+    store: WatchedStore, what: str, *, rank: int, number: int, reached: Mapping[str, int] | None, limit_s: float
 ) -> bool:
     """Wait until rank 0 tells where its loop comes to; returns whether that is `what`.
 
-    Also returns False if rank 0 waits for this rank at a meeting outside of the loop. Announces nothing, so that rank 0
-    does not take this wait for a crossing.
+    Also returns False if rank 0 announces that it waits at a meeting outside of the loop, which this rank has not
+    `reached` (None where ranks announce nothing). This wait is not announced: for rank 0 it is no crossing.
     """
     key = _lead_key(number)
     deadline_s = time.monotonic() + limit_s
     turn_s = FIRST_TURN_S
-    while (left_s := deadline_s - time.monotonic()) > turn_s:
+    while (left_s := deadline_s - time.monotonic()) > turn_s and reached is not None:
         if store.are_set([key], limit_s=turn_s):
             return bool(json.loads(store.get(key)) == what)
         # Rank 0 may have told where it goes on while its announcement was read.

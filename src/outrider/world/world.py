@@ -322,7 +322,8 @@ class World:
             what,
             rank=self.rank,
             number=self._num_led + 1,
-            reached=self._rounds,
+            # Without announcements, as in torch's own stores, this rank follows only what rank 0 tells.
+            reached=self._rounds if is_ours(self.store.raw) else None,
             limit_s=self.timeout_s,
         )
         self._num_led += comes
