@@ -660,6 +660,29 @@ def test_a_resumed_splitter_shares_as_usual_after_a_comparison_was_cut_short() -
     assert resumed.next(TOTAL).samples != (TOTAL, 0)
 
 
+def test_a_comparison_ends_where_all_are_to_share_always() -> None:
+    splitter = Splitter(world_size=2, may_rest=True, only_alone=0)
+    while not splitter.compares_wholes:
+        learn_slow_sum(splitter)
+    splitter.share_always()
+    assert not splitter.compares_wholes
+    for _ in range(100):
+        assert splitter.next(TOTAL).samples != (TOTAL, 0)
+        learn_slow_sum(splitter)
+    assert (splitter.lone, splitter.soon_alone) == (None, None)
+
+
+def test_a_comparison_ends_where_the_rank_stays_alone_after_local_steps() -> None:
+    splitter, resumed = (Splitter(world_size=2, may_rest=True, only_alone=0) for _ in range(2))
+    while not splitter.compares_wholes:
+        learn_slow_sum(splitter)
+    assert splitter.stay_alone() == 0
+    resumed.restore(json.loads(json.dumps(splitter.state())))
+    for one in (splitter, resumed):
+        assert not one.compares_wholes
+        assert [one.learn_alone(stretch(ms=50.0, batches=64)) for _ in range(3)] == [[]] * 3
+
+
 @pytest.mark.parametrize("jitter", [0.05, 0.1, 0.15])
 def test_a_user_loop_goes_on_sharing_where_that_gains_though_some_steps_are_lucky(jitter: float) -> None:
     """Once rank 0 stays alone, there is no way back; before, a single short step time was enough."""

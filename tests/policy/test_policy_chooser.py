@@ -29,6 +29,7 @@ class Measured:
     gain_alone: float = 1.0
     soon_alone: int | None = None
     stays_alone: bool = False
+    compares_wholes: bool = False
     lone_after_local: int | None = None
 
     @property
@@ -169,6 +170,13 @@ def test_who_stays_alone_beside_a_faster_device_is_told_to_name_that_one_first()
     measured = Measured(0.4, (0.4, 1.0), lone=0, stays_alone=True, candidates=(0,))
     [decision] = exact(PolicyChooser(world_size=2), measured, steps=9)
     assert "be faster than sharing: name the device of rank 1 first, it is 2.5x as fast; local" in decision.reason
+
+
+def test_nothing_is_chosen_or_told_while_whole_batches_are_compared() -> None:
+    chooser = PolicyChooser(world_size=4)
+    assert exact(chooser, Measured(1.0, (1.0,) * 4, compares_wholes=True), steps=9) == []
+    [decision] = exact(chooser, Measured(1.0, (1.0,) * 4), steps=2)
+    assert decision.value == "local"
 
 
 def test_a_report_on_its_way_does_not_choose_local_steps_twice() -> None:

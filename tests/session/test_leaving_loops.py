@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import outrider.world.crossed_waits as crossed_waits
+from outrider.errors import ConfigError
+from outrider.rank import session_run
+from outrider.world import crossed_waits
 from outrider.world.crossed_waits import Meeting, announce, follow, lead
 
 SCRIPT = """
@@ -94,6 +98,20 @@ def test_a_rank_does_not_follow_where_rank_0_waits_elsewhere(monkeypatch: pytest
     elsewhere = Meeting(place="exchange/order", number=4, what="the end of the run")
     announce(store, elsewhere, rank=0)  # type: ignore[arg-type]
     assert not follow(store, "the next epoch", rank=1, number=1, reached=reached, limit_s=9.0)  # type: ignore[arg-type]
+
+
+def test_a_loop_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`while step < 1000` with a counter of its own, which stands still on a rank that rests."""
+    monkeypatch.setattr(session_run, "MOST_REFUSED", 3)
+    resting = SimpleNamespace(
+        _life=SimpleNamespace(splitter=SimpleNamespace(stays_alone=True)),
+        world=SimpleNamespace(rank=1, follow=lambda what: False),
+        _num_refused=0,
+    )
+    goes_on = partial(session_run.SessionRun.goes_on, resting, "a pass over the data")  # type: ignore[arg-type]
+    assert [goes_on() for _ in range(3)] == [False] * 3
+    with pytest.raises(ConfigError, match="rank 0 has left its loops, but that of rank 1 asked for 3 more passes"):
+        goes_on()
 
 
 def test_words_of_rank_0_do_not_pile_up() -> None:

@@ -102,7 +102,7 @@ class DdpBuilder:
         return self._with("devices", names)
 
     def anchor(self, batches: int) -> DdpBuilder:
-        """Fix the batches of the slowest rank between averages."""
+        """Fix the batches of the slowest rank between averages, also for the guard."""
         return self._with("anchor", batches)
 
     def min_anchor(self, batches: int) -> DdpBuilder:

@@ -455,15 +455,14 @@ class Session:
         self._replica_needed("batches")
         run = self._joined()
         self._settle()
-        if not run.goes_on("a pass over the data"):
-            return
-        if self._epoch is None:
-            self._end_epoch()
+        # Where passes are left out, ranks meet nowhere, so rank 0 must not tell of them.
         if run.skips_pass():
             self._num_passes += 1
             return
-        if run.is_over(source):
+        if run.is_over(source) or not run.goes_on("a pass over the data"):
             return
+        if self._epoch is None:
+            self._end_epoch()
         self._talk.begin(run.learning_words)
         epoch = self._num_passes if self._epoch is None else self._epoch
         order_epoch = run.begin_pass(source, epoch, place.begin())

@@ -172,6 +172,11 @@ class Alone:
         if self.rank is None:
             self._enter(rank, 0.0)
 
+    def share_always(self) -> None:
+        """Let all ranks share again, whatever was decided."""
+        self.rank = None
+        self._wholes.end()
+
     def gain(self, rank: int) -> float:
         """How many times as fast the rank is expected to be while others rest."""
         return self.gains[rank] if self.gains else 1.0
@@ -295,6 +300,7 @@ class Alone:
 
     def _enter(self, rank: int, alone_ms: float, steps_left: float | None = None) -> None:
         """Let a rank work alone; its time is measured after a first stretch."""
+        self._wholes.end()
         self.rank, self._expected_ms = rank, alone_ms
         part = math.inf if steps_left is None else TRIAL_STRETCH_PART * steps_left
         self._trial_stretch = max(TRIAL_STRETCH_LEAST, int(min(part, STRETCH_MIN)))

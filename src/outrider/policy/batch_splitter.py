@@ -230,8 +230,17 @@ class Splitter:
         return self._may_rest and self._only_alone in (None, rank)
 
     def share_always(self) -> None:
-        """Let no rank work alone, from now on; called before the first step."""
+        """Let no rank work alone, from now on; called while all ranks share steps."""
         self._may_rest = self._may_begin_alone = False
+        self._before_staying = None
+        if self._alone.measures_wholes:
+            self._usual = None
+        self._alone.share_always()
+
+    @property
+    def compares_wholes(self) -> bool:
+        """Whether whole batches of the only rank that may work alone are compared with shared steps now."""
+        return self._alone.measures_wholes
 
     @property
     def stays_alone(self) -> bool:
@@ -252,6 +261,8 @@ class Splitter:
         if lone is not None:
             self._before_staying, self._follows_local = None, True
             self._alone.stay(lone)
+            if self._usual is not None:
+                self._usual = self._made(self._usual.total)
         return lone
 
     @property

@@ -78,6 +78,8 @@ class PolicyChooser:
         rate, own_rates, rates_alone = splitter.exact_rate, splitter.own_rates, splitter.rates_alone
         if (
             self._world_size == 1
+            # The comparison takes a few steps, and its result counts.
+            or splitter.compares_wholes
             or rate is None
             or own_rates is None
             or rates_alone is None

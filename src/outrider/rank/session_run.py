@@ -54,6 +54,8 @@ from outrider.world.messages import Link
 from outrider.world.world import World, agree_on_interruption
 
 MAIN_RANK = 0
+# A loop of the user's own, `for epoch in range(n)`, may ask for its remaining passes after rank 0 has left it.
+MOST_REFUSED = 100_000
 
 
 class SessionRun:
@@ -116,7 +118,7 @@ class SessionRun:
         self._on_warning: Callable[[str], None] = lambda text: None
         self._is_complete = True
         self._has_rested = self._shares_always = self._has_checked_state = False
-        self._rests_before = 0
+        self._rests_before = self._num_refused = 0
         self.metrics: EpochMetrics | None = None
         """Metrics of the newest epoch with a finished pass; equal on all ranks, except for the evaluation."""
 
@@ -498,7 +500,17 @@ class SessionRun:
 
         A flag that the user sets in the body before a `break` is set on rank 0 only.
         """
-        return not self._life.splitter.stays_alone or self.world.follow(what)
+        if not self._life.splitter.stays_alone:
+            return True
+        goes_on = self.world.follow(what)
+        self._num_refused = 0 if goes_on else self._num_refused + 1
+        if self._num_refused > MOST_REFUSED:
+            raise ConfigError(
+                f"rank 0 has left its loops, but that of rank {self.world.rank} asked for {MOST_REFUSED} more passes",
+                hint="rank 0 trained alone, so counters of your own stand still on other ranks: let s.global_step end "
+                "the loop, or use s.epochs(steps=...)",
+            )
+        return goes_on
 
     def leave_loops(self) -> None:
         """Rank 0 has left its loops: other ranks that wait for their next epoch or pass leave theirs, too."""
