@@ -589,7 +589,7 @@ def whole(*, ms: float) -> AverageReport:
 
 def measuring_wholes(*, shared_ms: float) -> Alone:
     alone = Alone(only=0)
-    while not alone.measures_wholes:
+    while not alone.compares_wholes:
         assert alone.shared(shared(ms=shared_ms), (FAST, SLOW), TOTAL, steps_left=1e6) is None
     assert alone.rank is None
     return alone
@@ -605,10 +605,10 @@ def test_the_only_rank_stays_alone_once_whole_batches_are_measured_to_be_quicker
 def test_sharing_stays_where_whole_batches_take_as_long_and_is_compared_ever_later() -> None:
     alone, waits = measuring_wholes(shared_ms=1.04), []
     for _ in range(3):
-        while alone.measures_wholes:
+        while alone.compares_wholes:
             assert alone.whole(whole(ms=1.1)) is None
         steps = 0
-        while not alone.measures_wholes:
+        while not alone.compares_wholes:
             alone.shared(shared(ms=1.04), (FAST, SLOW), TOTAL, steps_left=1e6)
             steps += 1
         waits.append(steps)

@@ -13,8 +13,6 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.rank import session_run
-from outrider.world import crossed_waits
-from outrider.world.crossed_waits import Meeting, announce, follow, lead
 
 SCRIPT = """
 import sys
@@ -62,43 +60,6 @@ def test_ranks_that_rest_leave_the_loops_that_rank_0_has_left(tmp_path: Path, ca
     assert "left 1 False" in (tmp_path / "run" / "rank1.log").read_text()
 
 
-class Store:
-    """A store in this process; nobody waits long."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def are_set(self, keys: list[str], *, limit_s: float) -> bool:
-        return self.check(keys)
-
-    def delete_key(self, key: str) -> None:
-        self.values.pop(key, None)
-
-
-def test_a_rank_follows_to_the_place_that_rank_0_tells() -> None:
-    store, reached = Store(), {"exchange/order": 3}
-    lead(store, "the next epoch", number=1)  # type: ignore[arg-type]
-    ask = lambda what: follow(store, what, rank=1, number=1, reached=reached, limit_s=9.0)  # type: ignore[arg-type] # noqa: E731
-    assert [ask("the next pass"), ask("the next epoch")] == [False, True]
-
-
-def test_a_rank_does_not_follow_where_rank_0_waits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossed_waits, "FIRST_TURN_S", 0.01)
-    store, reached = Store(), {"exchange/order": 3}
-    elsewhere = Meeting(place="exchange/order", number=4, what="the end of the run")
-    announce(store, elsewhere, rank=0)  # type: ignore[arg-type]
-    assert not follow(store, "the next epoch", rank=1, number=1, reached=reached, limit_s=9.0)  # type: ignore[arg-type]
-
-
 def test_a_loop_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """`while step < 1000` with a counter of its own, which stands still on a rank that rests."""
     monkeypatch.setattr(session_run, "MOST_REFUSED", 3)
@@ -111,10 +72,3 @@ def test_a_loop_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert [goes_on() for _ in range(3)] == [False] * 3
     with pytest.raises(ConfigError, match="rank 0 has left its loops, but that of rank 1 asked for 3 more passes"):
         goes_on()
-
-
-def test_words_of_rank_0_do_not_pile_up() -> None:
-    store = Store()
-    for number in range(1, 100):
-        lead(store, "the next epoch", number=number)  # type: ignore[arg-type]
-    assert sorted(store.values) == ["lead/98", "lead/99"]

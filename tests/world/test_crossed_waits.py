@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import ConfigError, WaitError
 from outrider.world import crossed_waits
-from outrider.world.crossed_waits import Meeting, announce, await_all
+from outrider.world.crossed_waits import Meeting, announce, await_all, follow, lead
 
 EPOCH_END = Meeting(place="exchange/accounts", number=2, what="the end of epoch 1")
 EVALUATION = Meeting(place="exchange/evaluations", number=1, what="evaluate_together() on all ranks")
@@ -31,6 +31,9 @@ class DictStore:
 
     def are_set(self, keys: list[str], *, limit_s: float) -> bool:
         return self.check(keys)
+
+    def delete_key(self, key: str) -> None:
+        self.values.pop(key, None)
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +87,30 @@ def test_ranks_that_meet_soon_write_nothing() -> None:
     store.set(EVALUATION.key(1), "null")
     wait(store, EVALUATION, rank=0, reached={})
     assert sorted(store.values) == [EVALUATION.key(0), EVALUATION.key(1)]
+
+
+# Loops that follow rank 0
+
+
+def follows(store: DictStore, what: str) -> bool:
+    return follow(store, what, rank=1, number=1, reached={"exchange/order": 3}, limit_s=9.0)  # type: ignore[arg-type]
+
+
+def test_a_rank_follows_to_the_place_that_rank_0_tells() -> None:
+    store = DictStore()
+    lead(store, "the end of epoch 1", number=1)  # type: ignore[arg-type]
+    assert [follows(store, what) for what in ("a pass over the data", "the end of epoch 1")] == [False, True]
+
+
+def test_a_rank_does_not_follow_where_rank_0_waits_elsewhere() -> None:
+    store = DictStore()
+    elsewhere = Meeting(place="exchange/order", number=4, what="the end of the run")
+    announce(store, elsewhere, rank=0)  # type: ignore[arg-type]
+    assert not follows(store, "the end of epoch 1")
+
+
+def test_words_of_rank_0_do_not_pile_up() -> None:
+    store = DictStore()
+    for number in range(1, 100):
+        lead(store, "the end of epoch 1", number=number)  # type: ignore[arg-type]
+    assert sorted(store.values) == ["lead/98", "lead/99"]

@@ -14,13 +14,12 @@ from typing import Any
 
 from outrider.policy.effects import AverageReport
 from outrider.policy.step_cost import Cost
-from outrider.policy.whole_batches import WholeBatches
+from outrider.policy.whole_batches import CLEARLY_QUICKER, WholeBatches
 
 SHARED_STEPS = 16
 """Shared steps are judged after this many measurements."""
-# Fewer are enough if a rank alone would take at most this part of a shared step.
+# Fewer are enough if a rank alone would clearly be quicker.
 CLEAR_SHARED_STEPS = 4
-CLEARLY_QUICKER = 0.95
 # If all other ranks together have at most this part of the fastest rank's speed, the fastest begins alone, because they
 # could help little. Sharing is tried later if that costs at most this part of the rest of the run. Such a trial takes
 # about three steps, each with half of the slowest rank's time for a whole batch, plus the warm-up of that rank.
@@ -120,9 +119,9 @@ class Alone:
         self._wholes = WholeBatches()
 
     @property
-    def measures_wholes(self) -> bool:
+    def compares_wholes(self) -> bool:
         """Whether the only rank that may work alone is to take whole batches in shared steps now."""
-        return self._wholes.is_measuring
+        return self._wholes.is_comparing
 
     @property
     def stays(self) -> bool:

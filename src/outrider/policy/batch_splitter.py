@@ -233,14 +233,14 @@ class Splitter:
         """Let no rank work alone, from now on; called while all ranks share steps."""
         self._may_rest = self._may_begin_alone = False
         self._before_staying = None
-        if self._alone.measures_wholes:
+        if self._alone.compares_wholes:
             self._usual = None
         self._alone.share_always()
 
     @property
     def compares_wholes(self) -> bool:
         """Whether whole batches of the only rank that may work alone are compared with shared steps now."""
-        return self._alone.measures_wholes
+        return self._alone.compares_wholes
 
     @property
     def stays_alone(self) -> bool:
@@ -261,8 +261,6 @@ class Splitter:
         if lone is not None:
             self._before_staying, self._follows_local = None, True
             self._alone.stay(lone)
-            if self._usual is not None:
-                self._usual = self._made(self._usual.total)
         return lone
 
     @property
@@ -273,7 +271,7 @@ class Splitter:
     @property
     def is_exploring(self) -> bool:
         """Whether the splitter currently varies splits."""
-        return (self._exploring_left > 0 or self._alone.measures_wholes) and self._shares is None
+        return (self._exploring_left > 0 or self._alone.compares_wholes) and self._shares is None
 
     def next(self, total: int, *, is_usual: bool = True) -> Split:
         """The split of the next step; it stays the same until the splitter learns something."""
@@ -367,7 +365,7 @@ class Splitter:
         if not _is_steady(report):
             # A rank met a new shape: the time of such a step does not tell its speed.
             return []
-        if self._alone.measures_wholes:
+        if self._alone.compares_wholes:
             return self._judge_whole(report, left)
         if self._exploring_left and self._may_rest:
             steps_left = None if left is None else left / report.samples
@@ -416,7 +414,7 @@ class Splitter:
             return []
         steps_left = None if left is None else left / report.samples
         reason = self._alone.shared(report, self._costs(), report.samples, steps_left=steps_left)
-        if self._alone.measures_wholes:
+        if self._alone.compares_wholes:
             self._usual = self._made(report.samples)
         return [] if reason is None else self._goes_alone(reason)
 
@@ -426,7 +424,7 @@ class Splitter:
             # A short batch, or a split that was decided before.
             return []
         reason = self._alone.whole(report, steps_left=None if left is None else left / report.samples)
-        if not self._alone.measures_wholes:
+        if not self._alone.compares_wholes:
             self._usual = self._made(report.samples)
         return [] if reason is None else self._goes_alone(reason)
 
@@ -512,7 +510,7 @@ class Splitter:
 
     def state(self) -> dict[str, Any]:
         # A comparison with whole batches begins anew after a resume.
-        split = None if self._alone.measures_wholes else self._usual
+        split = None if self._alone.compares_wholes else self._usual
         return {
             "models": [model.state() for model in self._models],
             "num_steps": self._num_steps,
@@ -594,7 +592,7 @@ class Splitter:
             return Split(samples=self._in_proportion(total, parts), reason=reason)
         if self._exploring_left:
             return Split(samples=self._varied(total), reason="sizes varied to tell fixed from per-sample cost")
-        if self._alone.measures_wholes:
+        if self._alone.compares_wholes:
             whole = tuple(total if rank == self._only_alone else 0 for rank in range(self._world_size))
             return Split(samples=whole, reason=f"whole batches on rank {self._only_alone}, to compare with sharing")
         return Split(samples=self._best(total), reason="by the fitted times")

@@ -122,7 +122,7 @@ class PolicyChooser:
             if is_other_better:
                 how += f": name the device of rank {fastest} first, it is {1 / speed:.2g}x as fast"
         elif is_other_better:
-            # Where rank 0 may work alone, the fastest device may be rank 0.
+            # Where no rank may work alone, the order of the devices changes nothing.
             how += f": give the run that device only{', or name it first' if splitter.may_work_alone(0) else ''}"
         words = f"{how}; local steps would learn {gain:.2f}x as much per second"
         return words if gain < 1 or gain >= LEAST_GAIN else f"{words}, {LEAST_GAIN:g}x is needed"

@@ -15,7 +15,7 @@ DOUBT = 0.4
 LEAST_SLOWER = 4
 MOST = 16
 # After so many batches this part of a shared step is quick enough.
-QUICKER = 0.95
+CLEARLY_QUICKER = 0.95
 # Shared steps until the next comparison; four times as many after each that did not end sharing.
 FIRST_WAIT = 64
 WAIT_GROWTH = 4
@@ -25,17 +25,17 @@ class WholeBatches:
     """Whole batches of one rank, measured a few at a time."""
 
     def __init__(self) -> None:
-        self.is_measuring = False
+        self.is_comparing = False
         self.wait = FIRST_WAIT
         """Shared steps from the end of this comparison to the next one."""
         self._times_ms: list[float] = []
 
     def begin(self) -> None:
-        self.is_measuring, self._times_ms = True, []
+        self.is_comparing, self._times_ms = True, []
 
     def end(self) -> None:
         """Leave a comparison without a verdict."""
-        self.is_measuring = False
+        self.is_comparing = False
 
     @property
     def typical_ms(self) -> float:
@@ -46,7 +46,7 @@ class WholeBatches:
         self._times_ms.append(ms)
         verdict = self._verdict(len(self._times_ms), self.typical_ms / shared_ms)
         if verdict is not None:
-            self.is_measuring = False
+            self.is_comparing = False
         return verdict
 
     def put_off(self) -> int:
@@ -59,4 +59,4 @@ class WholeBatches:
             return True
         if num >= LEAST_SLOWER and ratio >= 1:
             return False
-        return None if num < MOST else ratio <= QUICKER
+        return None if num < MOST else ratio <= CLEARLY_QUICKER

@@ -59,7 +59,8 @@ from outrider.replica.recipe import LoopRecipe
 from outrider.world.messages import Link
 from outrider.world.world import World
 
-# The part of `timeout_s` for which resting ranks wait for a rank that works alone.
+# The part of `timeout_s`, and of `grace_s`, for which resting ranks wait for a rank that works alone.
+# All ranks see a request to stop when they meet.
 STRETCH_PART = 0.25
 
 

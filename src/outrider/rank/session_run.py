@@ -319,10 +319,10 @@ class SessionRun:
     def _check_state(self) -> None:
         """Let all ranks share steps if others could not take over the optimizers' state from one that trains alone.
 
-        After the first step, which all ranks have shared unless rank 0 began alone.
+        Once, after the first step, which all ranks have shared unless rank 0 began alone.
         """
         assert self.replica is not None
-        if not any(optimizer.state for optimizer in self.replica.optimizers):
+        if not self.replica.steps:
             return
         self._has_checked_state = True
         splitter = self._life.splitter
@@ -502,6 +502,9 @@ class SessionRun:
         """
         if not self._life.splitter.stays_alone:
             return True
+        if self.world.rank == MAIN_RANK:
+            self.world.lead(what)
+            return True
         goes_on = self.world.follow(what)
         self._num_refused = 0 if goes_on else self._num_refused + 1
         if self._num_refused > MOST_REFUSED:
@@ -514,8 +517,8 @@ class SessionRun:
 
     def leave_loops(self) -> None:
         """Rank 0 has left its loops: other ranks that wait for their next epoch or pass leave theirs, too."""
-        if self._life.splitter.stays_alone and self.world.rank == 0:
-            self.world.follow("the end of the loops")
+        if self._life.splitter.stays_alone and self.world.rank == MAIN_RANK:
+            self.world.lead("the end of the loops")
 
     def is_over(self, source: Source) -> bool:
         """Whether the loop has used all its samples."""

@@ -39,8 +39,6 @@ class Coverage(Idle):
         # Without one step on each position of the span, what is left begins at the first position with another number.
         self.add(span.stop, span.start)
         position, extra = min(self._changes.items())
-        return (
-            f"no rank stepped on position {position}"
-            if extra < 0
-            else (f"ranks stepped {extra + 1} times on position {position}")
-        )
+        if extra < 0:
+            return f"no rank stepped on position {position}"
+        return f"ranks stepped {extra + 1} times on position {position}"

@@ -308,15 +308,16 @@ class World:
             self.store.delete_key(key)
         return values
 
+    def lead(self, what: str) -> None:
+        """On rank 0, tell the other ranks that its loop comes to `what`, without waiting for them."""
+        self._num_led += 1
+        crossed_waits.lead(self.store, what, number=self._num_led)
+
     def follow(self, what: str) -> bool:
-        """Whether rank 0's loop comes to `what`, which this rank's loop has reached; rank 0 does not wait.
+        """On other ranks, whether rank 0's loop comes to `what`, which this rank's loop has reached.
 
         For ranks that rested while rank 0 trained, so only its loop knows where it ends.
         """
-        if self.rank == 0:
-            self._num_led += 1
-            crossed_waits.lead(self.store, what, number=self._num_led)
-            return True
         comes = crossed_waits.follow(
             self.store,
             what,
