@@ -102,7 +102,7 @@ class DdpBuilder:
         return self._with("devices", names)
 
     def anchor(self, batches: int) -> DdpBuilder:
-        """Fix the batches of the slowest rank between averages, also for the guard."""
+        """Fix the number of batches that the slowest rank takes between averages; the guard does not change it."""
         return self._with("anchor", batches)
 
     def min_anchor(self, batches: int) -> DdpBuilder:

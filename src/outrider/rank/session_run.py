@@ -509,7 +509,8 @@ class SessionRun:
         self._num_refused = 0 if goes_on else self._num_refused + 1
         if self._num_refused > MOST_REFUSED:
             raise ConfigError(
-                f"rank 0 has left its loops, but that of rank {self.world.rank} asked for {MOST_REFUSED} more passes",
+                f"rank 0 has left its loops, but rank {self.world.rank} asked for more than {MOST_REFUSED} "
+                "further passes",
                 hint="rank 0 trained alone, so counters of your own stand still on other ranks: let s.global_step end "
                 "the loop, or use s.epochs(steps=...)",
             )
