@@ -71,8 +71,25 @@ def grid() -> Iterator[Cell]:
     yield Cell(kind="cadence", anchor=2, window=5, rate=round(math.sqrt(LIMIT**2 / sum(s * s for s in SPEEDS)), 3))
 
 
-def all_cells(seeds: Sequence[int]) -> list[Cell]:
-    return [replace(cell, seed=seed) for cell in grid() for seed in seeds]
+TARGETS = (0.1, 0.05, 0.03)
+COSTS = (4.0, 1.6, 0.5)
+"""Of an average in steps of the fast device: GPT-2 small over nccl and over cpu (docs/results/large), and a cheap one."""
+
+
+def grid_of_targets() -> Iterator[Cell]:
+    """What `cadence` learns in T, by the part of the time that averages may take."""
+    for length in (1.0, 0.85, 1.2):
+        yield Cell(kind="alone", length=length)
+    for cost in COSTS:
+        for target in TARGETS:
+            yield Cell(kind="cadence", target=target, cost=cost)
+
+
+GRIDS = {"policies": grid, "targets": grid_of_targets}
+
+
+def all_cells(grid: Iterator[Cell], seeds: Sequence[int]) -> list[Cell]:
+    return [replace(cell, seed=seed) for cell in grid for seed in seeds]
 
 
 # Several cells at once
@@ -178,7 +195,7 @@ def run(wishes: argparse.Namespace) -> None:
     setting = Setting(shape=shape, train=train, test=test, ticks=1_000, best_rate=1e-3, deadline_s=deadline_s)
     trial = 20 if wishes.tiny else 200
     speeds = {"one slot": steps_per_s(slots[:1], setting, steps=trial), "all": steps_per_s(slots, setting, steps=trial)}
-    cells = all_cells(wishes.seeds)
+    cells = all_cells(GRIDS[wishes.grid](), wishes.seeds)
     left_s = deadline_s - time.monotonic() - 10
     lengths = sum(cell.length for cell in cells) + len(RATES) + 1
     affordable = int(0.88 * left_s * speeds["all"] / lengths) // 50 * 50
@@ -224,6 +241,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("path", type=Path)
     running.add_argument("--corpus", type=Path, required=True)
+    running.add_argument("--grid", choices=list(GRIDS), default="policies")
     running.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     running.add_argument("--ticks", type=int, default=0, help="T; by default what fits into the limit")
     running.add_argument("--limit-s", type=float, default=540.0, help="end after so many seconds")

@@ -24,7 +24,7 @@ from outrider.policy.ledger import Ledger
 from outrider.policy.policies import open_policy
 from outrider.policy.policy_chooser import PolicyChooser
 from outrider.policy.window_planner import PlannerConfig, WindowPlanner
-from outrider.virtual.virtual_clock import Costs, VirtualClock
+from outrider.virtual.virtual_clock import Costs, Idle, VirtualClock, Work
 
 SPEEDS = (1.0, 0.4)
 LIMIT = sum(SPEEDS)
@@ -53,6 +53,10 @@ class Cell:
     averages_state: bool = False
     rate: float = 1.0
     """Relative to the best."""
+    target: float | None = None
+    """Windows tuned to this part of the time for averages, in place of an anchor; the run takes T."""
+    cost: float = 0.0
+    """Of an average, in steps of the fast device; with a target only."""
     seed: int = 0
 
 
@@ -78,7 +82,7 @@ class Trainer:
 
     def __init__(self, cell: Cell, setting: Setting, replicas: Sequence[FlatGpt]) -> None:
         self.cell, self.setting = cell, setting
-        self.num_batches = round(cell.length * setting.ticks)
+        self.num_batches = round(cell.length * setting.ticks) if cell.target is None else batches_within(cell, setting)
         self.replicas = replicas
         self.starts = batches_of(len(setting.train), setting.shape, self.num_batches, seed=cell.seed + 10)
         self.starts = self.starts.to(setting.train.device)
@@ -183,11 +187,20 @@ class Averages:
 
 def run_policy(trainer: Trainer) -> dict[str, Any]:
     """`cadence` or `async`, one segment; an average of `async` takes half a window."""
-    cell, count, size = trainer.cell, trainer.num_batches, len(SPEEDS)
+    cell = trainer.cell
     outer = Outer() if cell.momentum is None else Outer(kind="nesterov", momentum=cell.momentum)  # type: ignore[arg-type]
     work = Averages(trainer, outer, averages_state=cell.averages_state)
+    clock = run_clock(cell, trainer.num_batches, work)
+    work.move_to_average()
+    return {"time": clock_end(clock), "averages": work.count}
+
+
+def run_clock(cell: Cell, count: int, work: Work) -> VirtualClock:
+    """The policy on so many batches."""
+    size = len(SPEEDS)
     is_blocking = cell.kind == "cadence"
-    config = PlannerConfig(world_size=size, batch_size=1, anchor=cell.anchor, is_blocking=is_blocking)
+    tuned = {"anchor": cell.anchor} if cell.target is None else {"overhead_target": cell.target}
+    config = PlannerConfig(world_size=size, batch_size=1, is_blocking=is_blocking, **tuned)  # type: ignore[arg-type]
     policies = [
         open_policy(
             cell.kind,
@@ -203,13 +216,28 @@ def run_policy(trainer: Trainer) -> dict[str, Any]:
     ]
     costs = Costs(
         step_ms=lambda rank, samples: samples / SPEEDS[rank],
-        average_ms=0.0 if is_blocking else cell.window / 2,
+        average_ms=cell.cost if is_blocking else cell.window / 2,
         gradient_ms=0.0,
     )
     clock = VirtualClock(policies, costs=costs, ledger=Ledger(0, count), batch_size=1, work=work)
     clock.run()
-    work.move_to_average()
-    return {"time": max(own.now_ms for own in clock.clocks), "averages": work.count}
+    return clock
+
+
+def clock_end(clock: VirtualClock) -> float:
+    return max(own.now_ms for own in clock.clocks)
+
+
+def batches_within(cell: Cell, setting: Setting) -> int:
+    """How many batches both devices take in T, with averages; by halving."""
+    least, most = 1, round(LIMIT * setting.ticks)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if clock_end(run_clock(cell, middle, Idle())) <= setting.ticks:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 @torch.no_grad()

@@ -105,6 +105,8 @@ def _label(row: dict[str, Any]) -> str:
     words += [f"outer rate {row['outer_rate']:g}"] if row["outer_rate"] != 1 else []
     words += ["AdamW's state averaged"] if row["averages_state"] else []
     words += [f"rate × {row['rate']:g}"] if row["rate"] != 1 else []
+    if row.get("target") is not None:
+        words.append(f"averages take {row['cost']:g} steps, at most {row['target']:.0%} of the time")
     return ", ".join(words)
 
 

@@ -378,8 +378,8 @@ def test_the_fitted_time_of_a_rank_counts_its_gain() -> None:
         assert alone.rank == rank
 
 
-def second_stretch(*, ms: float) -> AverageReport:
-    return AverageReport(window=0, ranks=stretch(ms=ms).ranks[::-1])
+def second_stretch(*, ms: float, batches: int = 64) -> AverageReport:
+    return AverageReport(window=0, ranks=stretch(ms=ms, batches=batches).ranks[::-1])
 
 
 def similar(first_ms: float, second_ms: float, *, steps_left: float | None = None) -> tuple[Alone, list[int | None]]:
@@ -404,6 +404,22 @@ def test_of_two_similar_ranks_the_one_stays_alone_that_takes_less_time() -> None
 def test_two_ranks_are_not_compared_where_the_run_is_nearly_over() -> None:
     assert set(similar(5.0, 5.5, steps_left=100)[1]) == {1}
     assert similar(5.0, 9.0, steps_left=100)[1][-1] == 0
+
+
+@pytest.mark.parametrize(("slow_ms", "batches"), [(20.0, 8), (6.0, 20)])
+def test_a_rank_that_is_expected_to_be_slower_is_given_up_after_few_batches(slow_ms: float, batches: int) -> None:
+    """The first stretch is its warm-up; it is measured longer where it is close to the other one."""
+    alone = Alone()
+    while alone.rank is None:
+        alone.shared(shared(ms=12.0), (GivenCost(0.0, 0.05), GivenCost(0.0, 0.09)), TOTAL)
+    while alone.rank == 0:
+        alone.alone(stretch(ms=5.0, batches=16))
+    taken = 0
+    while alone.rank == 1:
+        taken += alone.stretch
+        alone.alone(second_stretch(ms=slow_ms, batches=alone.stretch))
+    assert taken == batches
+    assert alone.rank == 0
 
 
 def test_a_rank_that_slows_down_gives_way_to_the_one_it_was_compared_with() -> None:

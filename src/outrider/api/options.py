@@ -44,7 +44,7 @@ class SessionOptions(TypedDict, total=False):
     anchor: int | None
     min_anchor: int
     max_anchor: int
-    overhead_target: float | None
+    overhead_target: float
     drift_threshold: float | None
     guard: bool
     max_batch_diff: int | None

@@ -59,6 +59,7 @@ CLEAR_STEPS = 2
 CLEARLY_FASTER = 1.25
 # Shared steps do not tell similar ranks apart. Another rank is also tried alone if that costs at most this part of the
 # time until all ranks are tried again, even if it may take up to this many times as long. The faster rank stays.
+# Such a trial has short stretches, and ends early if the rank clearly takes longer.
 COMPARED_PART = 0.01
 COMPARED_BELOW = 4.0
 # The first shared steps are few and often slow. A rank that goes alone after them is compared with sharing once more,
@@ -325,7 +326,7 @@ class Alone:
             self._paused_ms = max(facts.paused_ms / facts.batches, self._paused_ms / 2)
         if not self._expected_ms and facts.batches:
             self._expected_ms = facts.compute_ms / facts.batches
-        if self._batches >= SHARED_STEPS or self._loses_too_much(steps_left):
+        if self._batches >= SHARED_STEPS or self._loses_too_much(steps_left) or self._is_clearly_slower:
             step_ms, self._ms, self._batches = self._ms / self._batches, 0.0, 0
             # Stretches on trial are short, so spread the cost of meeting over the length of a regular stretch.
             self._expected_ms = step_ms + facts.exposed_ms / self._steps_of(step_ms)
@@ -351,6 +352,14 @@ class Alone:
             return False
         lost_ms = (SHARED_STEPS - self._batches) * (self._ms / self._batches - self._shared)
         return lost_ms > LOST_PART * steps_left * self._shared
+
+    @property
+    def _is_clearly_slower(self) -> bool:
+        """Whether a rank on trial already takes clearly longer than another one that was measured alone."""
+        others_ms = [ms for rank, ms in self._alone_ms.items() if rank != self.rank]
+        if self._is_proven or self._batches < TRIAL_STRETCH_LEAST or not others_ms:
+            return False
+        return self._ms / self._batches > CLEARLY_FASTER * min(others_ms)
 
     def _pays_to_look_again(self, steps_left: float | None) -> bool:
         """Whether one more trial of sharing costs little of the rest of the run, and sharing may gain."""
@@ -392,6 +401,8 @@ class Alone:
         steps = self._left if steps_left is None else min(self._left, steps_left)
         if self._is_worth_a_trial(other_ms, min(best_ms, self._shared), steps):
             self._enter(other, other_ms, steps_left)
+            if other_ms > CLEARLY_FASTER * best_ms:
+                self._trial_stretch = TRIAL_STRETCH_LEAST
             return f"rank {rank} alone takes {now_ms:.2f} ms, rank {other} perhaps {other_ms:.2f} ms"
         if best_ms > self._shared:
             self.rank = None

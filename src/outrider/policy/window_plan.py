@@ -15,10 +15,8 @@ from outrider.errors import ConfigError
 from outrider.policy.effects import Decision, Lease
 from outrider.policy.weights import proportions
 
-# If all ranks wait for an average, shorter windows learn more per sample. A background average comes late in any case,
-# and language models learn more in the same time from more samples (docs/log.md).
-BLOCKING_TARGET = 0.10
-BACKGROUND_TARGET = 0.03
+# Language models learn more in the same time from more samples than from shorter windows (docs/log.md).
+OVERHEAD_TARGET = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +33,8 @@ class PlannerConfig:
     max_anchor: int = 200
     start_anchor: int = 2
     """The anchor until the cost of averages is known."""
-    overhead_target: float | None = None
-    """None: the default of `target`."""
+    overhead_target: float = OVERHEAD_TARGET
+    """The part of the time that averages may cost."""
     drift_threshold: float | None = None
     guard: bool = True
     max_batch_diff: int | None = None
@@ -44,13 +42,6 @@ class PlannerConfig:
     speed_hints: tuple[float, ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
     """Batch size of each rank, if they differ."""
-
-    @property
-    def target(self) -> float:
-        """The part of the time that averages may cost."""
-        if self.overhead_target is not None:
-            return self.overhead_target
-        return BLOCKING_TARGET if self.is_blocking else BACKGROUND_TARGET
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -78,7 +69,7 @@ class PlannerConfig:
                 f"max_anchor must be >= min_anchor, got max_anchor={self.max_anchor}, min_anchor={self.min_anchor}",
                 hint="raise max_anchor or leave min_anchor out",
             )
-        if self.overhead_target is not None and not 0 < self.overhead_target < 1:
+        if not 0 < self.overhead_target < 1:
             raise ConfigError(
                 f"overhead_target must be between 0 and 1, got {self.overhead_target:g}",
                 hint="0.10 lets averaging take a tenth of the time",

@@ -261,7 +261,7 @@ class WindowPlanner:
         batch_ms = self._batch_ms()
         if not self._costs or not batch_ms:
             return 1
-        cost, part = self._typical_cost(), min(0.5, END_COST * self._config.target)
+        cost, part = self._typical_cost(), min(0.5, END_COST * self._config.overhead_target)
         # An average still in the background when its window ends is exposed.
         return smallest_within(part, cost_ms=max(cost.exposed_ms, cost.background_ms), batch_ms=batch_ms)
 
@@ -393,4 +393,4 @@ def _anchor_range(config: PlannerConfig) -> tuple[int, int]:
 def _new_anchor(config: PlannerConfig, start: int | None = None) -> Anchor:
     minimum, maximum = _anchor_range(config)
     first = config.start_anchor if start is None else start
-    return Anchor(first, minimum=minimum, maximum=maximum, overhead_target=config.target)
+    return Anchor(first, minimum=minimum, maximum=maximum, overhead_target=config.overhead_target)

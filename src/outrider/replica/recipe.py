@@ -21,7 +21,7 @@ from outrider.data.sample_sequence import SampleSequence
 from outrider.errors import ConfigError, nearest
 from outrider.policy.extent import Extent
 from outrider.policy.policies import DEFAULT_POLICY, OUTER_STEP_POLICIES, PolicySpec, policy_spec
-from outrider.policy.window_plan import PlannerConfig
+from outrider.policy.window_plan import OVERHEAD_TARGET, PlannerConfig
 from outrider.replica.batch_sizes import BatchSizes, by_rank, check_batch_size, mean_size, sizes_of
 from outrider.replica.micro_batches import MicroBatch, check_micro_batch, check_one_per_rank
 from outrider.replica.option_info import options_where
@@ -63,7 +63,7 @@ class LoopRecipe:
     anchor: int | None = None
     min_anchor: int = 1
     max_anchor: int = 200
-    overhead_target: float | None = None
+    overhead_target: float = OVERHEAD_TARGET
     drift_threshold: float | None = None
     guard: bool = True
     max_batch_diff: int | None = None
