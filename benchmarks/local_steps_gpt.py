@@ -73,7 +73,7 @@ def grid() -> Iterator[Cell]:
 
 TARGETS = (0.1, 0.05, 0.03)
 COSTS = (4.0, 1.6, 0.5)
-"""Of an average in steps of the fast device: GPT-2 small over nccl and over cpu (docs/results/large), and a cheap one."""
+"""Of an average, in steps of the fast device: GPT-2 small over nccl and cpu (docs/results/large), and a cheap one."""
 
 
 def grid_of_targets() -> Iterator[Cell]:

@@ -188,6 +188,7 @@ def facts_of(epochs: Epochs, counts: Epochs, events: Sequence[dict[str, Any]]) -
         "average_ms": round(median(event["ms"] for event in ends), 2) if ends else None,
         "averages": len(ends),
         "average_bytes": max((event["bytes"] for event in ends), default=None),
+        "anchors": [[round(event["t"], 1), event["value"]] for event in events if event["kind"] == "anchor"],
         "exposed": round(mean(epoch["exposed_average_fraction"] for epoch in counts), 4),
         "waited": round(mean(epoch["wait_fraction"] for epoch in counts), 4),
         "execution": [event["value"] for event in events if event["kind"] == "execution"],
