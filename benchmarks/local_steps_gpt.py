@@ -71,7 +71,7 @@ def grid() -> Iterator[Cell]:
     yield Cell(kind="cadence", anchor=2, window=5, rate=round(math.sqrt(LIMIT**2 / sum(s * s for s in SPEEDS)), 3))
 
 
-TARGETS = (0.1, 0.05, 0.03)
+TARGETS = (0.1, 0.05, 0.03, 0.02, 0.01)
 COSTS = (4.0, 1.6, 0.5)
 """Of an average, in steps of the fast device: GPT-2 small over nccl and cpu (docs/results/large), and a cheap one."""
 
@@ -80,16 +80,17 @@ def grid_of_targets() -> Iterator[Cell]:
     """What `cadence` learns in T, by the part of the time that averages may take."""
     for length in (1.0, 0.85, 1.2):
         yield Cell(kind="alone", length=length)
-    for cost in COSTS:
-        for target in TARGETS:
+    for target in TARGETS:
+        for cost in COSTS:
             yield Cell(kind="cadence", target=target, cost=cost)
 
 
 GRIDS = {"policies": grid, "targets": grid_of_targets}
 
 
-def all_cells(grid: Iterator[Cell], seeds: Sequence[int]) -> list[Cell]:
-    return [replace(cell, seed=seed) for cell in grid for seed in seeds]
+def all_cells(wishes: argparse.Namespace) -> list[Cell]:
+    cells = [replace(cell, seed=seed) for cell in GRIDS[wishes.grid]() for seed in wishes.seeds]
+    return [cell for cell in cells if wishes.targets is None or cell.target in wishes.targets]
 
 
 # Several cells at once
@@ -195,7 +196,7 @@ def run(wishes: argparse.Namespace) -> None:
     setting = Setting(shape=shape, train=train, test=test, ticks=1_000, best_rate=1e-3, deadline_s=deadline_s)
     trial = 20 if wishes.tiny else 200
     speeds = {"one slot": steps_per_s(slots[:1], setting, steps=trial), "all": steps_per_s(slots, setting, steps=trial)}
-    cells = all_cells(GRIDS[wishes.grid](), wishes.seeds)
+    cells = all_cells(wishes)
     left_s = deadline_s - time.monotonic() - 10
     lengths = sum(cell.length for cell in cells) + len(RATES) + 1
     affordable = int(0.88 * left_s * speeds["all"] / lengths) // 50 * 50
@@ -213,7 +214,7 @@ def run(wishes: argparse.Namespace) -> None:
         "setup_s": round(time.monotonic() - began_s, 1),
     }
     write(wishes.path, about)
-    best = find_best_rate(setting, slots, wishes.path)
+    best = wishes.rate or find_best_rate(setting, slots, wishes.path)
     run_cells(cells, replace(setting, best_rate=best), slots, wishes.path)
     print(f"{time.monotonic() - began_s:.0f} s")
 
@@ -242,6 +243,8 @@ def main() -> None:
     running.add_argument("path", type=Path)
     running.add_argument("--corpus", type=Path, required=True)
     running.add_argument("--grid", choices=list(GRIDS), default="policies")
+    running.add_argument("--targets", nargs="+", type=float, help="only the cells of the grid with these targets")
+    running.add_argument("--rate", type=float, help="of the fast device alone, found by an earlier call")
     running.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     running.add_argument("--ticks", type=int, default=0, help="T; by default what fits into the limit")
     running.add_argument("--limit-s", type=float, default=540.0, help="end after so many seconds")

@@ -57,6 +57,6 @@ def test_the_planner_follows_the_options_for_windows(problem: dict[str, Any], na
 def test_the_defaults_are_those_that_the_guide_promises(problem: dict[str, Any]) -> None:
     plain = order(problem)
     assert (plain.recipe.epochs, plain.recipe.policy, plain.recipe.precision) == (1, "auto", "fp32")
-    assert (plain.recipe.overhead_target, plain.recipe.guard, plain.recipe.shuffle) == (0.03, True, True)
+    assert (plain.recipe.overhead_target, plain.recipe.guard, plain.recipe.shuffle) == (0.02, True, True)
     assert (plain.config.devices, plain.config.backend, plain.config.workers) == ("auto", "auto", 0)
     assert (plain.config.verify, plain.config.checkpoint_every, plain.config.resume) == (False, "10min", None)

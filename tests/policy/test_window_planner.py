@@ -294,7 +294,7 @@ def test_the_first_windows_are_short() -> None:
     for _ in range(5):
         windows.append(planner.window(PLENTY).batches)
         planner.learn(report_of(planner.window(PLENTY), [10.0, 25.0], exposed_ms=[60.0, 60.0]))
-    assert windows == [(2, 2), (2, 2), (5, 2), (5, 2), (280, 112)]
+    assert windows == [(2, 2), (2, 2), (5, 2), (5, 2), (425, 170)]
 
 
 def test_costly_averages_grow_the_anchor_once_two_of_them_are_measured() -> None:

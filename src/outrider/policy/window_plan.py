@@ -16,7 +16,7 @@ from outrider.policy.effects import Decision, Lease
 from outrider.policy.weights import proportions
 
 # Language models learn more in the same time from more samples than from shorter windows (docs/log.md).
-OVERHEAD_TARGET = 0.03
+OVERHEAD_TARGET = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
