@@ -7,7 +7,7 @@ lab's virtual clock, at a fixed anchor; delayed Nesterov is algorithm 3 of arXiv
 arithmetic of `outrider.average`. T, the time of all runs in steps of the fast device, is chosen before the first
 loss is known, so that the grid ends in `--limit-s`. One JSON line per cell. `table` writes what each gains in time: how
 long the fast device alone trains to the same loss, by a run with its own schedule for each length, over the time
-that both took.
+that both took. `--grid targets` trains `cadence` for T with tuned windows and averages that take time.
 
     python benchmarks/local_steps_gpt.py corpus carry/python_bytes.npz
     python benchmarks/local_steps_gpt.py run records.jsonl --corpus carry/python_bytes.npz --limit-s 540
