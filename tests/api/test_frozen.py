@@ -209,6 +209,62 @@ def test_ranks_that_thaw_different_parameters_are_refused(train_two: Trainer, tm
     assert "freeze and thaw the same parameters on all ranks" in str(caught.value)
 
 
+def add_a_layer(context: outrider.EpochContext) -> None:
+    if context.epoch == 1:
+        context.model.extra = nn.Linear(4, 4)
+        context.optimizer.add_param_group({"params": list(context.model.extra.parameters())})
+
+
+@pytest.mark.parametrize("policy", ["cadence", "sync", "balanced"])
+def test_a_layer_that_is_added_during_a_run_is_refused(train_two: Trainer, tmp_path: Path, policy: str) -> None:
+    """No average and no sum of gradients would have it, and each rank would train its own."""
+    run = train_two(model=Tower, epochs=2, policy=policy, epoch_start=add_a_layer, run_dir=tmp_path / "run")
+    with pytest.raises(outrider.OutriderError) as caught:
+        run.join()
+    assert "the parameter extra." in str(caught.value)
+    assert "was added or replaced after the run began" in str(caught.value)
+
+
+class Averaging(nn.Module):
+    """Assigns a buffer anew in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(0)
+        return self.layer(inputs - self.mean)
+
+
+@pytest.mark.parametrize("policy", ["async", "cadence"])
+def test_a_buffer_that_is_assigned_anew_is_no_fault(train_two: Trainer, tmp_path: Path, policy: str) -> None:
+    train_two(model=Averaging, epochs=2, policy=policy, verify=True, run_dir=tmp_path / "run").join()
+
+
+class Remembering(nn.Module):
+    """Has a state that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+def test_a_model_that_could_not_be_written_is_refused_before_training(train_here: Trainer, tmp_path: Path) -> None:
+    with pytest.raises(outrider.OutriderError, match="_extra_state, a dict and not a tensor, which cannot be saved"):
+        train_here(model=Remembering, epochs=1, run_dir=tmp_path / "run").join()
+
+
 def make_unequal_tower() -> nn.Module:
     model = Tower()
     model.low.bias.requires_grad_(os.environ["RANK"] == "1")

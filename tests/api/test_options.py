@@ -26,10 +26,11 @@ def test_an_outer_optimizer_may_be_given_with_its_settings(problem: dict[str, An
     assert order(problem, outer=outer, policy="async").recipe.outer == outer
 
 
-def test_an_outer_optimizer_is_refused_where_steps_are_also_shared(problem: dict[str, Any]) -> None:
+@pytest.mark.parametrize("policy", ["auto", "sync", "balanced"])
+def test_an_outer_optimizer_is_refused_where_steps_are_shared(problem: dict[str, Any], policy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        order(problem, outer="nesterov")
-    assert caught.value.message == "outer='nesterov' was given, but policy 'auto' also shares steps"
+        order(problem, outer="nesterov", policy=policy)
+    assert caught.value.message == f"outer='nesterov' was given, but policy {policy!r} shares exact steps"
     assert caught.value.hint == "it belongs to averages of parameters: pass a policy such as 'cadence'"
 
 

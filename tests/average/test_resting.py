@@ -102,7 +102,17 @@ def test_trial_steps_that_change_what_was_too_large_to_copy_are_an_error(monkeyp
     model.codes.data.add_(1.0)
     with pytest.raises(ConfigError) as caught:
         kept.put_back()
-    assert caught.value.hint == 'pass execution="eager", which tries no steps'
+    assert caught.value.hint == 'pass execution="eager" and a number as micro_batch, so that no steps are tried'
+
+
+def test_small_tensors_among_large_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codebook that a step changes, beside frozen weights of many gigabytes."""
+    monkeypatch.setattr(resting, "COPIED_BYTES", 2**15 + 2**14)
+    model = Resting()
+    kept = RestingCopy(Arena(model).layout.resting)
+    model.codes.data.add_(1.0)
+    kept.put_back()
+    assert torch.equal(model.codes, torch.arange(4096.0))
 
 
 # The state of an average in another layout

@@ -121,6 +121,18 @@ def test_the_text_fits_a_terminal_and_names_runs_that_missed(tmp_path: Path) -> 
     assert text.endswith("first: sync; the only one that reached the target in all of its runs")
 
 
+def test_a_run_that_failed_later_than_the_first_is_one_that_missed(tmp_path: Path) -> None:
+    """As one policy that diverges: the others are still compared."""
+    failing = SCRIPT.replace("run.join()", "run.join()\nif '/async/' in str(run.run_dir): raise SystemExit('diverged')")
+    (tmp_path / "train.py").write_text(failing)
+    comparison = made(tmp_path, policies="solo,async", target="eval<=-1", seeds=1)
+    solo, failed = run_comparison(comparison)
+    assert (solo.error, failed.seconds) == (None, None)
+    assert "diverged" in (failed.error or "")
+    assert "async, seed 0: failed after" in as_text(comparison, [solo, failed])
+    assert run_comparison(comparison) == [solo, failed]
+
+
 def made(folder: Path, **changed: Any) -> PolicyComparison:
     script = folder / "train.py"
     if not script.exists():

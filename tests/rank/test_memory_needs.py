@@ -111,6 +111,7 @@ NEEDS = MemoryNeeds(
     optimizer=8 * 10**9,
     optimizer_there=0,
     averages=12 * 10**9,
+    later=0,
     saved_by_cadence=4 * 10**9,
     saved_without_outer=0,
     available=30 * 10**9,

@@ -185,7 +185,9 @@ def test_a_replay_finds_no_departure(through: tuple[str, Path]) -> None:
         folder, make_model, make_optimizer, step, data(), batch_size=BATCH, epochs=EPOCHS, seed=SEED, **changes
     )
     assert result.departure is None
-    assert [epoch.has_same_bits for epoch in result.epochs] == [True] * EPOCHS
+    # Where windows stay open at the end of an epoch, no bits are recorded; the last epoch ends with an average.
+    assert {epoch.has_same_bits for epoch in result.epochs} <= {True, None}
+    assert result.epochs[-1].has_same_bits
 
 
 @pytest.mark.parametrize("policy", ["async", "cadence"])

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_run import FakeRun
@@ -169,6 +170,54 @@ def test_decisions_are_told_in_words(fake_run: FakeRun) -> None:
         4_000_000,
     )
     assert [note["words"] for note in shown["notes"]] == ["epoch 1: loss 0.5", "averages go over shared memory"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "progress"),
+    [
+        ({}, 0.048),
+        ({"options": {"epochs": 1, "steps": 1_000, "batch_size": [64, 32]}}, 0.4),
+        ({"options": {"epochs": 1, "samples": 38_400}}, 0.5),
+        ({"resumed_from": "epoch-1", "epochs": [{}, {}]}, 0.5),
+    ],
+)
+def test_progress_is_that_of_the_whole_run(fake_run: FakeRun, fields: dict[str, Any], progress: float) -> None:
+    fake_run.record("running", **fields)
+    shown = view(read(fake_run))["run"]
+    assert shown["progress"] == progress
+    assert shown["num_epochs"] == (4 if "options" not in fields else None)
+
+
+def test_what_was_planned_before_a_change_of_policy_is_over(fake_run: FakeRun) -> None:
+    fake_run.event(0, kind="plan", value=[4, 2], reason="rank 1 sets the pace", anchor=2)
+    fake_run.event(0, kind="policy", value="exact", reason="local steps learned worse")
+    shown = view(read(fake_run))
+    assert (shown["plan"]["kind"], shown["plan"]["policy"], shown["totals"]["anchor"]) == (None, "exact", None)
+    fake_run.event(0, kind="split", t=2.0, value=[3, 1], reason="the slowest rank takes 5 ms")
+    for number in range(100):
+        fake_run.event(0, kind="checkpoint", t=3.0, epoch=number, path="here")
+    shown = view(read(fake_run))
+    assert (shown["plan"]["kind"], shown["plan"]["policy"]) == ("split", "exact")
+
+
+def test_of_a_run_on_several_hosts_a_part_is_not_shown_as_the_whole(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", ranks=4)
+    run.run_for(2.0)
+    for rank in (2, 3):
+        (run.folder / "live" / f"rank{rank}.jsonl").unlink()
+    shown = view(read(run))
+    assert (shown["run"]["unseen"], shown["run"]["progress"], shown["totals"]["gain"]) == (2, None, None)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"devices": 3}', "no json"])
+def test_a_project_with_a_configuration_of_its_own_is_no_run(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "live").mkdir()
+    FakeRun(tmp_path / "mine").run_for(1.0)
+    assert RunCatalog(tmp_path).names() == ["mine"]
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert view(reader)["verdict"]["kind"] == "starting"
 
 
 def test_a_folder_that_becomes_a_run_is_shown_as_one(tmp_path: Path) -> None:

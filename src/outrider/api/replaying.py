@@ -24,7 +24,7 @@ from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.record.run_events import SCHEDULE, merge_schedules
 from outrider.replica import recipe as recipes
 from outrider.replica.recipe import ModelSource, OptimizerFactory, Recipe, StepFunction
-from outrider.timeline.timeline_files import read_json, read_record, write_text
+from outrider.timeline.timeline_files import finite, read_json, read_record, write_text
 from outrider.virtual.recorded_run import COLUMNS, Replay, as_rows, read_recording, replay_run
 
 
@@ -101,7 +101,8 @@ def replay_instead(order: CheckedRun, wish: ReplayWish) -> NoReturn:
     """Replay instead of training, report, and exit, because the code after `train()` expects a real run."""
     try:
         result = _replay(Path(wish.run), order)
-        print(json.dumps(_document(result), indent=1) if wish.as_json else "\n".join(replay_lines(result)), flush=True)
+        document = json.dumps(finite(_document(result)), indent=1, allow_nan=False)
+        print(document if wish.as_json else "\n".join(replay_lines(result)), flush=True)
         if wish.losses is not None:
             _write_losses(Path(wish.losses), result)
     except OutriderError as error:
@@ -111,11 +112,13 @@ def replay_instead(order: CheckedRun, wish: ReplayWish) -> NoReturn:
     wish.end(0 if result.departure is None else DEPARTED)
 
 
+_BITS = {True: "same bits", False: "other bits", None: "bits not compared"}
+
+
 def replay_lines(result: Replay) -> list[str]:
     """The report of a replay, for a terminal."""
     lines = [
-        f"epoch {one.epoch}  loss {one.loss:.4f}  {one.averages} averages  "
-        + ("same bits" if one.has_same_bits else "other bits" if result.recorded_on is None else "")
+        f"epoch {one.epoch}  loss {one.loss:.4f}  {one.averages} averages  " + _BITS[one.has_same_bits]
         for one in result.epochs
     ]
     if result.recorded_on is not None:

@@ -65,6 +65,8 @@ class Verifier:
     def begins(self, exchange: Exchange) -> None:
         self.window += 1
         self._sum = 0
+        # A buffer that was assigned anew moves into the arena now, not between this checksum and the snapshot.
+        exchange.reclaim()
         self._arena = _arena_checksum(exchange)
 
     def snapshot_is_read(self, exchange: Exchange) -> None:

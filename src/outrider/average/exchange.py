@@ -123,7 +123,7 @@ class Exchange:
     @torch.no_grad()
     def reset_ref(self) -> None:
         """Make the arena the common point; call this when it is equal on all ranks, after a broadcast or a resume."""
-        self._reclaim()
+        self.reclaim()
         for part in self.parts:
             part.restart()
 
@@ -137,7 +137,7 @@ class Exchange:
     @torch.no_grad()
     def stage(self) -> None:
         """Copy the arena on its own device, in the order of its stream; the counters still have to be fetched."""
-        self._reclaim()
+        self.reclaim()
         for part in self.parts:
             part.take_snapshot()
         self._is_live = False
@@ -146,7 +146,7 @@ class Exchange:
     @torch.no_grad()
     def stage_live(self) -> None:
         """Prepare a blocking average that reads the arena without a snapshot and writes the mean into it."""
-        self._reclaim()
+        self.reclaim()
         self._is_live = True
         self._counters.stage()
 
@@ -317,7 +317,7 @@ class Exchange:
             if part.errors is not None and saved is not None and saved.numel() == part.errors.numel():
                 part.errors.copy_(saved)
 
-    def _reclaim(self) -> None:
+    def reclaim(self) -> None:
         self.arena.reclaim()
         if self._optimizer is not None:
             self._optimizer.reclaim()

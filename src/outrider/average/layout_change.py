@@ -63,7 +63,8 @@ def layout_of_saved(fingerprint: int, model: nn.Module, now: ArenaLayout) -> Are
         raise DataError(
             f"the saved average belongs to another model: layout {fingerprint:012x}, "
             f"this model has {now.fingerprint:012x}",
-            hint="resume with the model that wrote the checkpoint",
+            hint="resume with the model that wrote the checkpoint. On other devices: with its memory_format, "
+            "channels_last or contiguous; auto is channels_last for convolutions on GPUs",
         )
     return whole
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -76,15 +77,20 @@ COPIED_BYTES = 2**30
 class RestingCopy:
     """A copy of the tensors at rest in host memory, used to undo trial steps.
 
-    Above a gigabyte nothing is copied, because frozen weights of that size are expected not to change.
+    Beyond a gigabyte the largest are not copied, because frozen weights of that size are expected not to change.
     """
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         self._tenants = {tenant.name: tenant for tenant in tenants}
         self._watch = RestingWatch(tenants)
         parts = {tenant.name: list(plain_tensors(tenant.current())) for tenant in tenants}
-        is_kept = sum(_num_bytes(own) for own in parts.values()) <= COPIED_BYTES
-        self._copies = {name: [part.to("cpu", copy=True) for part in own] for name, own in parts.items() if is_kept}
+        sizes = {name: _num_bytes(own) for name, own in parts.items()}
+        # The small ones first: buffers that a step changes lie among frozen weights of many gigabytes.
+        ends = accumulate(sorted(sizes.values()))
+        kept = [
+            name for name, end in zip(sorted(sizes, key=sizes.__getitem__), ends, strict=True) if end <= COPIED_BYTES
+        ]
+        self._copies = {name: [part.to("cpu", copy=True) for part in parts[name]] for name in kept}
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -92,7 +98,7 @@ class RestingCopy:
             if name not in self._copies:
                 raise ConfigError(
                     f"a trial step changed {name}, which requires no gradient, and there is no room for a copy of it",
-                    hint='pass execution="eager", which tries no steps',
+                    hint='pass execution="eager" and a number as micro_batch, so that no steps are tried',
                 )
             for part, kept in zip(plain_tensors(self._tenants[name].current()), self._copies[name], strict=True):
                 part.copy_(kept)

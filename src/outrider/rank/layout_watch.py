@@ -102,7 +102,7 @@ class LayoutWatch:
             for tenant in region.tenants
             if tenant.is_trained
         }
-        self._frozen_names = {id(p): name for name, p in self._replica.model.named_parameters()}
+        self._known_names = {id(p): name for name, p in self._replica.model.named_parameters()}
         self._seen.clear()
         self._idle.clear()
 
@@ -133,6 +133,7 @@ class LayoutWatch:
         With `is_thorough` all tensors at rest are compared now, as between two segments.
         """
         if is_thorough:
+            self._refuse_strangers()
             self._seen |= self._changed(is_thorough=True)
         self._idle = {name: self._idle.get(name, 0) for name, _ in self._off()}
         # A change that other ranks have not made yet must wait for them: they reach that batch later.
@@ -154,6 +155,7 @@ class LayoutWatch:
         Within a pass, ranks are at different batches, so what one of them froze or thawed waits for the others.
         Between two passes, a difference is an error.
         """
+        self._refuse_strangers()
         self._seen |= self._changed(is_thorough=True)
         off = sorted(name for name, _ in self._off())
         idle = [name for name in off if name not in self._off_at_end or self._idle.get(name, 0) >= PATIENCE]
@@ -176,6 +178,18 @@ class LayoutWatch:
             trained=tuple(sorted((set(self._names.values()) - frozen) | thawed)),
         )
 
+    def _refuse_strangers(self) -> None:
+        """Raise if the model has parameters that the run did not begin with: nobody would average them."""
+        if self._world is None:
+            return
+        for name, parameter in self._replica.model.named_parameters():
+            if id(parameter) not in self._known_names:
+                raise ConfigError(
+                    f"the parameter {name} was added or replaced after the run began, so ranks would not share it",
+                    hint="make it before train() or prepare() gets the model, and freeze it until it is needed; "
+                    "to load values, use load_state_dict without assign=True",
+                )
+
     def _changed(self, *, is_thorough: bool) -> set[str]:
         """Tensors at rest that have changed, without parameters that this rank thawed before the others."""
         thawed = set(self._thawed())
@@ -186,7 +200,7 @@ class LayoutWatch:
         return [(self._names[id(one)], one) for one in self._replica.arena.parameters if not one.requires_grad]
 
     def _thawed(self) -> list[str]:
-        return [self._frozen_names[id(one)] for one in self._replica.arena.frozen if one.requires_grad]
+        return [self._known_names[id(one)] for one in self._replica.arena.frozen if one.requires_grad]
 
 
 def joins(tenant: Tenant, names: Collection[str]) -> bool:

@@ -38,6 +38,8 @@ class MemoryNeeds:
     optimizer_there: int
     """The part of `optimizer` that is already allocated."""
     averages: int
+    later: int
+    """The part of `averages` that is allocated during training: snapshots, and optimizer state at the first average."""
     saved_by_cadence: int
     """Additional bytes of background averages, compared with blocking ones."""
     saved_without_outer: int
@@ -77,6 +79,7 @@ def needs_of(replica: RankReplica, world: World) -> MemoryNeeds:
         optimizer=state,
         optimizer_there=sum(present_bytes(optimizer) for optimizer in replica.optimizers),
         averages=kept.total + shared_state,
+        later=kept.snapshot + shared_state,
         saved_by_cadence=kept.snapshot,
         saved_without_outer=kept.velocity,
         available=available_memory(spec),

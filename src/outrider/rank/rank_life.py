@@ -169,7 +169,7 @@ class RankLife:
         self._samples_seen, self._steps_at = samples_seen, steps_at
         needs = agree_on_memory(replica, self.world)
         self.recorder.event("memory", **memory_event(needs[self.world.rank]))
-        self.memory_words, self.memory_later = memory_words(needs), needs[self.world.rank].saved_by_cadence
+        self.memory_words, self.memory_later = memory_words(needs), needs[self.world.rank].later
         backend = self.config.backend_spec(self.backend)
         averages = make_averages(replica, self.world, backend=backend, verify=self.config.verify)
         self._averages = averages

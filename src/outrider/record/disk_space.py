@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.record.run_folder import RunFolder, save_model
 from outrider.record.run_record import Recorded, write_record
 from outrider.replica.portable_state import num_bytes
@@ -57,20 +57,32 @@ def in_units(size: float) -> str:
 
 def check_room(run: _Run, replica: RankReplica) -> None:
     """Check disk space at the start: raise if the model does not fit, warn if two checkpoints do not fit."""
+    _refuse_other_state(replica.model)
     folder, world_size = run.folder, run.world.size
     free, size = free_bytes(folder.path), num_bytes(replica.model.state_dict())
     if free is None:
         return
     if free < size:
         raise DataError(f"{folder.path} has {in_units(free)} free, the model alone needs {in_units(size)}", hint=_HINT)
-    # Every rank saves its optimizer state and the common point of averages.
+    # Every rank saves its optimizer state and the common point of averages; both belong to trained parameters.
+    trained = sum(parameter.nbytes for parameter in replica.arena.parameters)
     copies = max(_COPIES_KEPT.get(type(one).__name__, 2) for one in replica.optimizers) + (1 if world_size > 1 else 0)
-    needed = 2 * size * (1 + world_size * copies)
+    needed = 2 * (size + trained * world_size * copies)
     if run.config.checkpoint_every is not None and free < needed:
         run.link.warn(
             f"{folder.path} has {in_units(free)} free, two checkpoints need about {in_units(needed)}: "
             "those that do not fit will be left out"
         )
+
+
+def _refuse_other_state(model: nn.Module) -> None:
+    """Raise before training if the model could not be written after it."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the model's state has {name}, a {type(value).__name__} and not a tensor, which cannot be saved",
+                hint="return a tensor from get_extra_state(), such as torch.frombuffer of its bytes",
+            )
 
 
 def refuse_if_full(folder: RunFolder, needed: int) -> None:

@@ -105,6 +105,9 @@ class ScheduleFile:
     """One rank's schedule, written as it happens."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        if rank == 0:
+            # A replay of an earlier start in this folder may have merged its schedule.
+            (folder / SCHEDULE).unlink(missing_ok=True)
         self._file = LineFile(_path(folder, rank), what="the schedule")
         self._file.open({"schema_version": SCHEMA_VERSION, "rank": rank})
 

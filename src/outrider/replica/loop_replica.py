@@ -118,8 +118,13 @@ class LoopReplica:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the all-reduce may overlap: scaled gradients must be unscaled first, accumulated ones complete."""
-        return not self.scales_gradients and all(one.grad is None for one in self.arena.parameters)
+        """Whether the all-reduce may overlap: scaled gradients must be unscaled first, accumulated ones complete.
+
+        A parameter that is frozen for this step, as in the other half of a GAN's, gets no gradient to wait for.
+        """
+        return not self.scales_gradients and all(
+            one.grad is None and one.requires_grad for one in self.arena.parameters
+        )
 
     @property
     def is_compiled(self) -> bool:

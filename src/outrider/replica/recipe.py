@@ -81,9 +81,9 @@ class LoopRecipe:
             check_flag(name, getattr(self, name))
         check_choice("wire", self.wire, WIRES)
         self._check_wire()
-        if self.policy_spec.switches and self.outer != "auto" and self.outer.kind != "none":
+        if self.policy_spec.shares_steps and self.outer != "auto" and self.outer.kind != "none":
             raise ConfigError(
-                f"outer={self.outer.kind!r} was given, but policy {self.policy_spec.name!r} also shares steps",
+                f"outer={self.outer.kind!r} was given, but policy {self.policy_spec.name!r} shares exact steps",
                 hint=f"it belongs to averages of parameters: pass a policy such as {OUTER_STEP_POLICIES[0]!r}",
             )
 

@@ -110,7 +110,7 @@ def judge(
             return _all_slower(findings)
     if findings:
         return max(findings, key=lambda finding: finding.part).verdict
-    return _averages(ranks) or _skew(ranks, policy) or _fine(ranks, reason)
+    return _averages(ranks, policy) or _skew(ranks, policy) or _fine(ranks, reason, policy)
 
 
 def _rank(rank: int, device: str, pulses: Sequence[Pulse], now_s: float) -> _JudgedRank:
@@ -326,7 +326,7 @@ def _began_s(pulses: Sequence[Pulse], usual_s: float) -> float:
 # Causes that slow all ranks
 
 
-def _averages(ranks: Sequence[_JudgedRank]) -> LiveVerdict | None:
+def _averages(ranks: Sequence[_JudgedRank], policy: str | None) -> LiveVerdict | None:
     """Find averages that are slow for all ranks, so that no single rank is the cause."""
     if len(ranks) < 2 or not all(rank.recent.averages for rank in ranks):
         return None
@@ -339,7 +339,7 @@ def _averages(ranks: Sequence[_JudgedRank]) -> LiveVerdict | None:
     words = (
         f"Averages take {_ms(now_s)} instead of {_ms(usual_s or 0.0)}: the link between the ranks has become slow."
         if is_slower
-        else f"Averages take {_percent(part)} of every rank's time: average less often, with async or a larger anchor."
+        else f"Averages take {_percent(part)} of every rank's time: {_fewer_averages(policy)}."
     )
     spent = tuple(
         f"rank {rank.rank}: {_ms(_own_average_s(rank.recent) or 0.0)} per average, {rank.recent.averages} averages in "
@@ -347,6 +347,12 @@ def _averages(ranks: Sequence[_JudgedRank]) -> LiveVerdict | None:
         for rank in ranks
     )
     return LiveVerdict(level="problem" if is_slower else "notice", kind="averages", sentence=words, evidence=spent)
+
+
+def _fewer_averages(policy: str | None) -> str:
+    if policy in ("sync", "balanced", "auto"):
+        return "a larger batch has fewer of them, and policy async averages less often"
+    return "average less often, with a larger anchor or a lower overhead_target"
 
 
 def _own_average_s(load: RankLoad) -> float | None:
@@ -373,7 +379,7 @@ def _skew(ranks: Sequence[_JudgedRank], policy: str | None) -> LiveVerdict | Non
     )
 
 
-def _fine(ranks: Sequence[_JudgedRank], reason: str | None) -> LiveVerdict:
+def _fine(ranks: Sequence[_JudgedRank], reason: str | None, policy: str | None) -> LiveVerdict:
     paces = {rank.rank: pace for rank in ranks if (pace := rank.usual(lambda before: before.pace)) is not None}
     world = world_load({rank.rank: rank.recent for rank in ranks}, paces=paces)
     resting = [rank for rank in ranks if rank.recent.spent_s["rest"] > 0.5 * rank.recent.present_s]
@@ -393,7 +399,7 @@ def _fine(ranks: Sequence[_JudgedRank], reason: str | None) -> LiveVerdict:
             level="ok", kind="fine", sentence=f"{words}: nothing holds the run up.", evidence=(computes,)
         )
     if world.gain < 0.97:
-        return _slower_together(ranks, world.gain, words)
+        return _slower_together(ranks, world.gain, words, policy)
     others = "the second device brings" if len(ranks) == 2 else f"all {len(ranks)} devices bring"
     return LiveVerdict(
         level="ok",
@@ -406,14 +412,16 @@ def _fine(ranks: Sequence[_JudgedRank], reason: str | None) -> LiveVerdict:
     )
 
 
-def _slower_together(ranks: Sequence[_JudgedRank], gain: float, words: str) -> LiveVerdict:
+def _slower_together(ranks: Sequence[_JudgedRank], gain: float, words: str, policy: str | None) -> LiveVerdict:
     fastest = max(ranks, key=lambda rank: rank.recent.pace or 0.0)
+    has_other = policy not in ("auto", "async")
+    way_out = "use policy auto or async" if has_other else f"train on the device of rank {fastest.rank} alone"
     return LiveVerdict(
         level="notice",
         kind="slower together",
         rank=fastest.rank,
         sentence=f"{words}: {gain:.2f}× of what rank {fastest.rank} would do alone, so the others cost more than they "
-        "bring: use policy auto or async.",
+        f"bring: {way_out}.",
         evidence=tuple(
             f"rank {rank.rank}: {_percent(rank.recent.part('compute'))} of its time in forward and backward, "
             f"{_percent(rank.recent.part('average'))} in averages"

@@ -69,7 +69,8 @@ class ReplayedEpoch:
     epoch: int
     loss: float
     averages: int
-    has_same_bits: bool
+    has_same_bits: bool | None
+    """Whether the model had the recorded bits at the end of each part; None where no bits were compared."""
     departure: str | None
 
 
@@ -204,11 +205,11 @@ class _ReplayLab:
         first_step, averages_before = len(self._work.losses), self._averages
         current = self._lab.begin_epoch(epoch)
         found: list[str] = []
-        is_same = True
+        compared: list[bool] = []
         for part in parts:
             departure, has_same_bits = self._run_part(current, part)
             found += [] if departure is None else [departure]
-            is_same = is_same and has_same_bits
+            compared += [] if has_same_bits is None else [has_same_bits]
         for replica in self._work.replicas:
             replica.loss_sums.drain()
         steps = self._work.losses[first_step:]
@@ -217,12 +218,16 @@ class _ReplayLab:
             epoch=epoch,
             loss=sum(step.loss * step.batch.count for step in steps) / max(samples, 1),
             averages=self._averages - averages_before,
-            has_same_bits=is_same,
+            has_same_bits=all(compared) if compared else None,
             departure=found[0] if found else None,
         )
 
-    def _run_part(self, current: EpochPass, part: RecordedSegment) -> tuple[str | None, bool]:
-        """Replay a segment; returns where it differs, and whether the model has the recorded bits at its end."""
+    def _run_part(self, current: EpochPass, part: RecordedSegment) -> tuple[str | None, bool | None]:
+        """Replay a segment; returns where it differs, and whether the model has the recorded bits at its end.
+
+        None where they are not compared: on another kind of device, and where no bits were recorded because windows
+        stay open or the recording was cut off.
+        """
         end = part.end
         entries = common_part(part.ranks, met_before=self._met) if end is None else part.ranks
         self._met = [before + num_meetings(rank) for before, rank in zip(self._met, part.ranks, strict=True)]
@@ -230,7 +235,7 @@ class _ReplayLab:
         current.end_segment(() if end is None else end.left)
         departure = self._departure(part.epoch, drifts_of(part.ranks[0]))
         if not self._is_exact or end is None or end.digest is None:
-            return departure, self._is_exact and departure is None
+            return departure, None
         has_same_bits = digest_of(self._work.replicas[0].model) == end.digest
         if not has_same_bits and departure is None:
             where = f"epoch {part.epoch}, up to sample {part.span.stop}"

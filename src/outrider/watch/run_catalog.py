@@ -6,6 +6,7 @@ the server.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,21 @@ REFRESH_S = 0.9
 MAX_RUNS = 50
 MAX_READERS = 8
 """Runs that are kept in memory."""
-_MARKS = (RECORD, "config.json", LIVE, EVENTS)
+_FILES = (RECORD, f"{LIVE}/rank*.jsonl", f"{EVENTS}/rank*.jsonl")
 
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run."""
-    return folder.is_dir() and any((folder / mark).exists() for mark in _MARKS)
+    return any(next(folder.glob(name), None) is not None for name in _FILES) or _is_configured(folder)
+
+
+def _is_configured(folder: Path) -> bool:
+    """Whether the folder has the configuration of a run whose ranks are being started, not another `config.json`."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "schema_version" in config and "devices" in config
 
 
 class RunCatalog:

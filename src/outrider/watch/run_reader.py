@@ -47,6 +47,8 @@ NOTED = frozenset(
     }
 )
 """Kinds of events that the page lists."""
+DECISIONS = frozenset({"policy", "plan", "split", "alone"})
+"""Kinds of events that tell how the run goes on."""
 
 Event = dict[str, Any]
 
@@ -67,7 +69,9 @@ class RunReader:
         self.devices: dict[int, str] = {}
         self.gpus: dict[int, str | None] = {}
         self.notes: deque[Event] = deque(maxlen=MAX_NOTES)
-        self.plan: Event | None = None
+        self._last: dict[str, Event] = {}
+        """The newest event of rank 0 of each kind that tells how the run goes on."""
+        self._world_size = 0
         self.drift: float | None = None
         self.average_bytes: int | None = None
         self.record: dict[str, Any] = {}
@@ -91,6 +95,16 @@ class RunReader:
         if self.is_over or self.origin_s is None:
             return max(ends, default=0.0)
         return time.time() - self.origin_s
+
+    @property
+    def num_unseen(self) -> int:
+        """Ranks that have written nothing into this folder: those of other hosts."""
+        return max(0, self._world_size - len(self.pulses)) if self.pulses else 0
+
+    def last(self, *kinds: str) -> Event | None:
+        """The newest of the decisions of these kinds, of those that still hold."""
+        known = [self._last[kind] for kind in kinds if kind in self._last]
+        return max(known, key=lambda event: event.get("t") or 0.0, default=None)
 
     def refresh(self) -> None:
         """Read what was written since the last call."""
@@ -119,8 +133,10 @@ class RunReader:
             config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        options = config.get("options") if isinstance(config, dict) else None
-        return {"policy": (options or {}).get("policy"), "options": options or {}, "devices": config.get("devices")}
+        if not isinstance(config, dict):
+            return {}
+        options = config.get("options") or {}
+        return {"policy": options.get("policy"), "options": options, "devices": config.get("devices")}
 
     def _read_pulses(self) -> None:
         for rank, path in _rank_files(self.folder / LIVE):
@@ -132,6 +148,7 @@ class RunReader:
             if not isinstance(origin_s, int | float):
                 continue
             self._meet_origin(float(origin_s))
+            self._world_size = (file.header or {}).get("world_size") or 0
             if origin_s == self.origin_s:
                 self._keep(rank, [pulse for line in lines if (pulse := pulse_lines.parse(line)) is not None])
 
@@ -140,7 +157,9 @@ class RunReader:
         if self.origin_s is None or origin_s > self.origin_s:
             self.origin_s = origin_s
             self.pulses, self.samples = {}, 0
-            self.devices, self.gpus, self.plan = {}, {}, None
+            self.devices, self.gpus, self._last = {}, {}, {}
+            self.notes.clear()
+            self.drift = self.average_bytes = None
 
     def _keep(self, rank: int, new: list[Pulse]) -> None:
         known = self.pulses.setdefault(rank, [])
@@ -171,10 +190,13 @@ class RunReader:
         if kind == "ready":
             self.devices[rank] = str(event.get("device"))
             self.gpus[rank] = event.get("gpu")
-        elif rank == 0 and kind == "plan":
-            self.plan = event
         elif rank == 0 and kind == "average end":
             self.drift = event.get("drift")
+        elif rank == 0 and kind in DECISIONS:
+            if kind == "policy":
+                # Local steps have windows, and exact steps have splits: what was planned before is over.
+                self._last.clear()
+            self._last[kind] = event
         if kind == "transport" and isinstance(event.get("bytes"), int):
             self.average_bytes = event["bytes"]
         if kind in NOTED and (rank == 0 or kind == "checkpoint failed"):

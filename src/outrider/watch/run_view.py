@@ -5,6 +5,7 @@ Decides the content; the page decides how it looks. Called by the server, once f
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -127,26 +128,51 @@ def _end_s(reader: RunReader) -> float:
 def _run(reader: RunReader, now_s: float) -> dict[str, Any]:
     record, options = reader.record, reader.record.get("options") or {}
     epochs = record.get("epochs") or []
-    samples = reader.samples
-    num_epochs = options.get("epochs")
-    per_epoch = record.get("num_samples")
-    total = per_epoch * num_epochs if per_epoch and isinstance(num_epochs, int) else None
+    # Epochs do not tell the length of a run that is so many steps or samples long.
+    has_other_length = options.get("steps") is not None or options.get("samples") is not None
+    num_epochs = None if has_other_length else options.get("epochs")
     last = epochs[-1] if epochs else {}
     return {
         "name": reader.folder.resolve().name,
+        "path": shlex.quote(str(reader.folder)),
         "status": reader.status if reader.is_there else "gone",
         "is_over": reader.is_over or not reader.is_there,
         "policy": record.get("policy"),
         "backend": record.get("backend"),
         "devices": record.get("devices") or list(reader.devices.values()),
         "seconds": round(now_s, 1),
+        "unseen": reader.num_unseen,
         "epoch": len(epochs),
         "num_epochs": num_epochs,
-        "samples": samples,
-        "progress": round(min(1.0, samples / total), 4) if total else None,
+        "samples": reader.samples,
+        "progress": _progress(reader, num_epochs=num_epochs),
         "loss": last.get("loss"),
         "eval": last.get("eval"),
     }
+
+
+def _progress(reader: RunReader, *, num_epochs: object) -> float | None:
+    """The part of the run that is done, where its length is known and all of its ranks are seen."""
+    record, options = reader.record, reader.record.get("options") or {}
+    if reader.num_unseen:
+        return None
+    if record.get("resumed_from"):
+        # Samples count from this start on; epochs count from the first.
+        is_known = isinstance(num_epochs, int) and num_epochs > 0
+        return round(min(1.0, len(record.get("epochs") or []) / num_epochs), 4) if is_known else None  # type: ignore[operator]
+    per_epoch = record.get("num_samples")
+    total = options.get("samples")
+    if isinstance(options.get("steps"), int):
+        total = options["steps"] * _mean(options.get("batch_size"))
+    elif isinstance(num_epochs, int) and per_epoch:
+        total = num_epochs * per_epoch
+    return round(min(1.0, reader.samples / total), 4) if total else None
+
+
+def _mean(batch_size: object) -> float:
+    sizes = batch_size if isinstance(batch_size, Sequence) else [batch_size]
+    known = [size for size in sizes if isinstance(size, int)]
+    return sum(known) / len(known) if known else 0.0
 
 
 def _totals(
@@ -159,12 +185,12 @@ def _totals(
         "rate": world.rate,
         "pace_sum": world.pace_sum,
         "efficiency": world.efficiency,
-        "gain": world.gain if len(recent) > 1 else None,
-        "of_ceiling": None if ceiling is None or world.rate is None else world.rate / ceiling.rate,
+        "gain": world.gain if len(recent) > 1 and not reader.num_unseen else None,
+        "of_ceiling": None if ceiling is None or world.rate is None or reader.num_unseen else world.rate / ceiling.rate,
         "ceiling_run": None if ceiling is None else ceiling.run,
         "average_ms": None if average_s is None else average_s * 1e3,
         "average_bytes": reader.average_bytes,
-        "anchor": (reader.plan or {}).get("anchor"),
+        "anchor": (reader.last("plan") or {}).get("anchor"),
         "drift": reader.drift,
     }
 
@@ -214,8 +240,7 @@ def _percents(reader: RunReader, rank: int) -> list[tuple[float, float]]:
 
 
 def _plan(reader: RunReader) -> dict[str, Any] | None:
-    event = reader.plan or _last(reader, "split", "alone")
-    policy = _last(reader, "policy")
+    event, policy = reader.last("plan", "split", "alone"), reader.last("policy")
     if event is None and policy is None:
         return None
     return {
@@ -228,12 +253,8 @@ def _plan(reader: RunReader) -> dict[str, Any] | None:
 
 
 def _reason(reader: RunReader) -> str | None:
-    event = _last(reader, "alone", "policy")
+    event = reader.last("alone", "policy")
     return None if event is None else str(event.get("reason"))
-
-
-def _last(reader: RunReader, *kinds: str) -> dict[str, Any] | None:
-    return next((event for event in reversed(reader.notes) if event["kind"] in kinds), None)
 
 
 def _note(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from outrider.api.script_run import ScriptRun, UserCommand, refuse_stranger
 from outrider.bench.comparison.race import RaceRun
 from outrider.bench.comparison.target_metric import TargetMetric
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.machine.devices import cuda_devices, resolve_devices
 from outrider.policy.policies import policy_spec
 from outrider.record.run_folder import RunFolder, make_folder
@@ -95,13 +95,15 @@ class PolicyComparison:
 def run_comparison(comparison: PolicyComparison, tell: OnProgress = lambda text: None) -> list[RaceRun]:
     """Make the runs that are missing, and return all."""
     _open(comparison)
-    runs, order = [], comparison.order()
+    runs: list[RaceRun] = []
+    order = comparison.order()
     for number, (policy, seed) in enumerate(order, start=1):
         place = f"[{number}/{len(order)}] {policy}, seed {seed}"
         kept = _kept(_folder(comparison, policy, seed))
         if kept is None:
             tell(f"{place} ...")
-            kept = _run(comparison, policy, seed)
+            # A script whose first run fails would fail in all.
+            kept = _run(comparison, policy, seed, may_fail=bool(runs))
         tell(f"{place}: {_in_words(kept, comparison.target)}")
         runs.append(kept)
     # As the user named them, not as they were run.
@@ -133,8 +135,8 @@ def _kept(folder: Path) -> RaceRun | None:
     return None if fields is None else RaceRun(**fields)
 
 
-def _run(comparison: PolicyComparison, policy: str, seed: int) -> RaceRun:
-    """One run of the script, up to the target or to its own end."""
+def _run(comparison: PolicyComparison, policy: str, seed: int, *, may_fail: bool) -> RaceRun:
+    """One run of the script, up to the target, to its own end or to a failure."""
     folder = _folder(comparison, policy, seed)
     # What an interrupted run left.
     shutil.rmtree(folder, ignore_errors=True)
@@ -157,11 +159,26 @@ def _run(comparison: PolicyComparison, policy: str, seed: int) -> RaceRun:
             script.wait(_POLL_S)
             if any(comparison.target.is_reached(epoch) for epoch in read_epochs(run_dir)):
                 script.stop()
-    script.raise_failure()
     epochs = read_epochs(run_dir)
+    if not any(comparison.target.is_reached(epoch) for epoch in epochs):
+        try:
+            script.raise_failure()
+        except OutriderError as error:
+            if not may_fail:
+                raise
+            return _failed(comparison, policy, seed, epochs, error)
     if not epochs:
         refuse_stranger(comparison.command)
     return _result(comparison, policy, seed, epochs)
+
+
+def _failed(
+    comparison: PolicyComparison, policy: str, seed: int, epochs: Sequence[dict[str, Any]], error: OutriderError
+) -> RaceRun:
+    """A run that failed after others had ended well, as one that diverged: it never reached the target."""
+    best = comparison.target.best_of(epochs)
+    run = RaceRun(policy=policy, seed=seed, seconds=None, epochs=len(epochs), best=best, error=error.message)
+    return _saved(comparison, run)
 
 
 def _result(comparison: PolicyComparison, policy: str, seed: int, epochs: Sequence[dict[str, Any]]) -> RaceRun:
@@ -184,7 +201,11 @@ def _result(comparison: PolicyComparison, policy: str, seed: int, epochs: Sequen
         epochs=len(epochs),
         best=target.best_of(epochs),
     )
-    RunFolder(_folder(comparison, policy, seed)).write_json(_RESULT, asdict(run))
+    return _saved(comparison, run)
+
+
+def _saved(comparison: PolicyComparison, run: RaceRun) -> RaceRun:
+    RunFolder(_folder(comparison, run.policy, run.seed)).write_json(_RESULT, asdict(run))
     return run
 
 
@@ -200,4 +221,4 @@ def read_epochs(run_dir: Path) -> list[dict[str, Any]]:
 def _in_words(run: RaceRun, target: TargetMetric) -> str:
     if run.seconds is not None:
         return f"{target} after {run.seconds:,.1f} s, epoch {run.epochs}"
-    return f"never {target} in {run.epochs} epochs, best {run.best:.4g}"
+    return f"not {target}: {run.missed_in_words}"

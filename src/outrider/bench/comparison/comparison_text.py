@@ -24,9 +24,7 @@ def as_text(comparison: PolicyComparison, runs: Sequence[RaceRun]) -> str:
         "",
     ]
     for one in table:
-        lines += [
-            f"{run.policy}, seed {run.seed}: never in {run.epochs} epochs, best {run.best:.4g}" for run in one.missed
-        ]
+        lines += [f"{run.policy}, seed {run.seed}: {run.missed_in_words}" for run in one.missed]
     told = verdict(table)
     lines.append(f"first: {told.first}; {told.reason}" if told.first else f"no verdict: {told.reason}")
     return "\n".join(lines)

@@ -23,6 +23,15 @@ class RaceRun:
     epochs: int
     best: float | None
     """The best value of the metric."""
+    error: str | None = None
+    """Why the run failed before it reached the target."""
+
+    @property
+    def missed_in_words(self) -> str:
+        """How a run ended that never reached the target."""
+        if self.error is not None:
+            return f"failed after {self.epochs} epochs: {self.error}"
+        return f"never in {self.epochs} epochs, best {self.best:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,7 @@ function showHeader(view) {
   if (isKnown(run.num_epochs)) facts.push(`epoch ${Math.min(run.epoch + (run.is_over ? 0 : 1), run.num_epochs)} of ${run.num_epochs}`);
   else if (run.epoch) facts.push(`${run.epoch} epochs`);
   facts.push(`${count(run.samples)} samples`);
+  if (run.unseen) facts.push(`${run.unseen} ranks on other hosts are not shown`);
   setText($("about"), facts.filter(Boolean).join(" · "));
   $("progress").hidden = !isKnown(run.progress);
   if (isKnown(run.progress)) $("progress").firstElementChild.style.width = 100 * run.progress + "%";
@@ -292,7 +293,7 @@ function follow(name) {
 }
 
 function lost(words) {
-  setText($("footer"), words + (last ? ` To see the run again: outrider watch ${last.run.name}` : ""));
+  setText($("footer"), words + (last ? ` To see the run again: outrider watch ${last.run.path}` : ""));
   if (last && !last.run.is_over) { setText($("status"), "disconnected"); $("status").className = "pill lost"; }
 }
 
