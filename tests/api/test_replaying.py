@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import outrider
 from outrider.api.replay_wish import ReplayWish
 from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.record.run_events import ScheduleFile
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,15 @@ def test_a_replay_has_the_same_bits_and_the_loss_of_every_step(recorded: Path) -
         assert sorted(p for batch in taken for p in range(batch.start, batch.stop)) == list(range(SIZE))
     losses = [json.loads(line)["loss"] for line in (recorded / "epochs.jsonl").read_text().splitlines()]
     assert [epoch.loss for epoch in result.epochs] == pytest.approx(losses, rel=1e-9)
+
+
+def test_another_start_in_the_folder_ends_an_older_recording(tmp_path: Path) -> None:
+    """The schedule of a run that failed is merged by its replay."""
+    (tmp_path / "schedule.json").write_text("{}")
+    ScheduleFile(tmp_path, 1).close()
+    assert (tmp_path / "schedule.json").exists()
+    ScheduleFile(tmp_path, 0).close()
+    assert not (tmp_path / "schedule.json").exists()
 
 
 def test_a_replay_says_where_it_departs(recorded: Path) -> None:

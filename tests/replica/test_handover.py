@@ -236,3 +236,11 @@ def test_a_manifest_that_names_anything_but_a_dtype_is_refused() -> None:
     manifest = json.dumps([[0, [["momentum_buffer", {"tensor": [[1], [1], "load"]}]]]]).encode()
     with pytest.raises(ConfigError, match="unknown dtype 'load' in a hand-over"):
         places(taker, manifest)
+
+
+def test_sums_do_not_overlap_in_a_step_for_which_a_parameter_is_frozen() -> None:
+    """As for one half of a GAN: no gradient comes that a sum could wait for."""
+    replica = make(OPTIMIZERS["adam"])
+    assert replica.can_overlap
+    next(replica.model.parameters()).requires_grad_(False)
+    assert not replica.can_overlap

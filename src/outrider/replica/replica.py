@@ -351,9 +351,13 @@ class Replica:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the all-reduce may overlap: an eager backward pass completes gradients, which then stay unchanged."""
+        """Whether the all-reduce may overlap: an eager backward pass completes gradients, which then stay unchanged.
+
+        A parameter that is frozen for a while gets none.
+        """
         is_eager = self.captured is None or self.recipe.execution == "auto"
-        return is_eager and self.compiled is None and self.loss_scale is None
+        is_whole = all(parameter.requires_grad for parameter in self.arena.parameters)
+        return is_eager and is_whole and self.compiled is None and self.loss_scale is None
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide which samples and steps come next, for a checkpoint."""
