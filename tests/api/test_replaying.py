@@ -18,6 +18,7 @@ import outrider
 from outrider.api.replay_wish import ReplayWish
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.record.run_events import ScheduleFile
+from outrider.virtual.recorded_run import Replay
 
 pytestmark = pytest.mark.slow
 
@@ -71,10 +72,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def assert_same_bits(result: Replay) -> None:
+    """An epoch that ends within a window has no recorded bits; the run ends with an average."""
+    assert {epoch.has_same_bits for epoch in result.epochs} <= {True, None}
+    assert result.epochs[-1].has_same_bits
+
+
 def test_a_replay_has_the_same_bits_and_the_loss_of_every_step(recorded: Path) -> None:
     result = outrider.replay(recorded, **arguments("async"))
     assert result.departure is None
-    assert [epoch.has_same_bits for epoch in result.epochs] == [True, True]
+    assert_same_bits(result)
     assert sum(epoch.averages for epoch in result.epochs) > 4
     assert sorted({(one.epoch, one.rank) for one in result.steps}) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for epoch in (0, 1):
@@ -113,7 +120,7 @@ def test_a_run_with_checkpoints_within_an_epoch_is_replayed(tmp_path: Path, poli
     train(policy, run_dir=tmp_path / "run", checkpoint_every=0.5).join()
     result = outrider.replay(tmp_path / "run", **arguments(policy))
     assert result.departure is None
-    assert [epoch.has_same_bits for epoch in result.epochs] == [True, True]
+    assert_same_bits(result)
 
 
 def test_a_run_that_was_stopped_is_replayed_up_to_there(tmp_path: Path) -> None:
@@ -163,7 +170,8 @@ def test_a_run_that_failed_after_epochs_without_a_stop_is_replayed(tmp_path: Pat
     assert result.error is not None
     assert "not finite" in result.error.message
     assert result.departure is None
-    assert [epoch.has_same_bits for epoch in result.epochs] == [True] * 3
+    assert len(result.epochs) == 3
+    assert {epoch.has_same_bits for epoch in result.epochs} <= {True, None}
 
 
 def exploding_soon(optimizer: torch.optim.Optimizer) -> Any:
